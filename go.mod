@@ -1,0 +1,3 @@
+module github.com/metaroce/metaroce
+
+go 1.26.0
