@@ -145,19 +145,24 @@ func (p *aimdPath) clear() {
 }
 
 // follow restarts a path that comes back: at half of what it had, or, where no
-// mark was ever seen, by slow start. Until then it keeps its rate.
+// mark was ever seen, by slow start.
 func (a *AIMD) follow(p *aimdPath, usable bool) {
 	if usable == p.usable {
 		return
 	}
 	p.usable = usable
 	if !usable {
+		if p.unpaced {
+			p.rate = p.delivered
+		}
+		if !p.silenced && p.timeouts == 0 {
+			a.cut(p, 0.5)
+		}
 		return
 	}
 	p.clear()
-	p.unpaced, p.limited, p.delivered = false, 0, 0
+	p.unpaced, p.silenced, p.limited, p.delivered = false, false, 0, 0
 	if p.marked {
-		a.cut(p, 0.5)
 		// What it had may be free again: let the increase grow at once.
 		p.calmNs = quietBoostNs
 		return

@@ -83,7 +83,7 @@ type pathPolicy struct {
 	deadlineNs int64 // clockNs when it counts as unanswered
 	unanswered int   // probes in a row
 	timeouts   uint32
-	gaveUp     bool // the next growth of lost is our own doing
+	gaveUp     int // 1: this tick's growth of lost is our own doing
 	lostNs     int64
 	tolerance  uint8
 	frameBytes float64
@@ -161,8 +161,10 @@ func (p *Policy) Tick(nowNs int64, s *Snapshot, pumpRan bool) Actions {
 	if heard {
 		p.heardNs = p.clockNs
 	}
+	// A peer that may be gone is asked as often as one that has data to take.
+	hurry := waiting || !s.anyActive()
 	for i := range p.paths {
-		p.watch(i, &s.Paths[i], s.ProbeOn>>i&1 != 0, waiting)
+		p.watch(i, &s.Paths[i], s.ProbeOn>>i&1 != 0, hurry)
 	}
 	p.askForCredit(s)
 	p.askStalled(s)
@@ -207,31 +209,31 @@ func (p *Policy) hear(i int, s *PathSnapshot, nowNs, dtNs int64) bool {
 
 // watch runs the probe timer of path i. pending: the engine has not sent the
 // probe that was ordered yet.
-func (p *Policy) watch(i int, s *PathSnapshot, pending, waiting bool) {
+func (p *Policy) watch(i int, s *PathSnapshot, pending, hurry bool) {
 	pp := &p.paths[i]
 	switch {
 	case s.State == PathDown:
 		pp.probing, pp.unanswered = false, 0
 	case pp.probing && pending:
 		// Not the peer's fault: it has not been asked yet.
-		pp.deadlineNs = p.clockNs + p.probeWait(i, s, waiting)
+		pp.deadlineNs = p.clockNs + p.probeWait(i, s, hurry)
 	case pp.probing:
 		pp.sent = true
 		// A wait that was chosen while nothing was to be sent may be long.
-		pp.deadlineNs = min(pp.deadlineNs, p.clockNs+p.probeWait(i, s, waiting))
+		pp.deadlineNs = min(pp.deadlineNs, p.clockNs+p.probeWait(i, s, hurry))
 		if p.clockNs >= pp.deadlineNs {
-			p.unanswered(i, s, waiting)
+			p.unanswered(i, s, hurry)
 		}
 	case s.State == PathSuspect && s.Acks == pp.last.Acks:
-		p.probe(i, s, waiting)
+		p.probe(i, s, hurry)
 	case s.State == PathActive && s.outstanding() && p.clockNs-pp.quietNs >= quietLimit(p.packetBytes, s):
-		p.probe(i, s, waiting)
+		p.probe(i, s, hurry)
 	}
 }
 
 // unanswered counts a probe that got no answer in time, draws the consequences
 // and sends the next one.
-func (p *Policy) unanswered(i int, s *PathSnapshot, waiting bool) {
+func (p *Policy) unanswered(i int, s *PathSnapshot, hurry bool) {
 	pp := &p.paths[i]
 	pp.probing = false
 	pp.unanswered++
@@ -239,17 +241,17 @@ func (p *Policy) unanswered(i int, s *PathSnapshot, waiting bool) {
 	case s.State == PathActive && pp.unanswered >= probesToSuspect:
 		p.act.States = append(p.act.States, PathStateSet{Path: i, State: PathSuspect})
 		pp.timeouts++
-		pp.gaveUp, p.giveUpNs = true, p.clockNs
+		pp.gaveUp, p.giveUpNs = 2, p.clockNs
 		p.keepaliveNow = true
 	case s.State == PathActive && pp.unanswered == probesToTimeout && s.outstanding():
 		p.act.Timeouts = append(p.act.Timeouts, i)
-		pp.gaveUp, p.giveUpNs = true, p.clockNs
+		pp.gaveUp, p.giveUpNs = 2, p.clockNs
 	case s.State == PathSuspect && pp.unanswered > probesToSuspect && (pp.unanswered-probesToSuspect)%probesToReroll == 0:
 		pp.sport = drawSport(p.cfg.Rand, p.sportTaken)
 		p.act.Rerolls = append(p.act.Rerolls, PathReroll{Path: i, Sport: pp.sport})
 		p.giveUpNs = p.clockNs
 	}
-	p.probe(i, s, waiting)
+	p.probe(i, s, hurry)
 }
 
 func (p *Policy) sportTaken(port uint16) bool {
@@ -262,22 +264,22 @@ func (p *Policy) sportTaken(port uint16) bool {
 }
 
 // probe orders a probe on path i unless one is under way.
-func (p *Policy) probe(i int, s *PathSnapshot, waiting bool) {
+func (p *Policy) probe(i int, s *PathSnapshot, hurry bool) {
 	pp := &p.paths[i]
 	if pp.probing || s.State == PathDown {
 		return
 	}
 	pp.probing, pp.sent = true, false
-	pp.deadlineNs = p.clockNs + p.probeWait(i, s, waiting)
+	pp.deadlineNs = p.clockNs + p.probeWait(i, s, hurry)
 	p.act.Probe |= 1 << i
 }
 
 // probeWait is how long a probe's answer may take: it doubles with each
 // unanswered one, up to 100 ms, and on an idle connection up to the keepalive's
 // period, so that a dead plane costs nothing there.
-func (p *Policy) probeWait(i int, s *PathSnapshot, waiting bool) int64 {
+func (p *Policy) probeWait(i int, s *PathSnapshot, hurry bool) int64 {
 	most := maxProbeNs
-	if !waiting && s.State == PathSuspect {
+	if !hurry && s.State == PathSuspect {
 		most = int64(p.cfg.Keepalive)
 	}
 	wait := max(minProbeNs, 4*int64(s.SrttNs))
@@ -370,14 +372,9 @@ func (p *Policy) retry(nowNs, dtNs int64, s *Snapshot, pumpRan, waiting, heard b
 		p.retryNs = 0
 		return
 	}
-	asked, active, up := false, false, false
+	asked, active, up := false, s.anyActive(), false
 	for i := range s.Paths {
-		switch s.Paths[i].State {
-		case PathActive:
-			active, up = true, true
-		case PathSuspect:
-			up = true
-		}
+		up = up || s.Paths[i].State != PathDown
 	}
 	for i := range s.Paths {
 		pp := &p.paths[i]
@@ -394,7 +391,7 @@ func (p *Policy) retry(nowNs, dtNs int64, s *Snapshot, pumpRan, waiting, heard b
 	if !pumpRan && s.ProbeOn != 0 {
 		return
 	}
-	p.retryNs += min(dtNs, maxStopNs)
+	p.retryNs += dtNs
 	if p.retryNs < int64(p.cfg.RetryTime) {
 		return
 	}
@@ -409,7 +406,7 @@ func (p *Policy) reordering(s *Snapshot) {
 	for i := range s.Paths {
 		ps, pp := &s.Paths[i], &p.paths[i]
 		dups += sinceGen(ps, &pp.last, ps.PeerDups, pp.last.PeerDups)
-		if n := ps.Lost - pp.last.Lost; n > 0 && !pp.gaveUp {
+		if n := ps.Lost - pp.last.Lost; n > 0 && pp.gaveUp != 1 {
 			lost += n
 			pp.lostNs = p.clockNs
 		}
@@ -455,9 +452,10 @@ func (p *Policy) control(nowNs int64, s *Snapshot) {
 		}
 		pkts := sinceGen(ps, &pp.last, ps.PeerPkts, pp.last.PeerPkts)
 		lost := ps.Lost - pp.last.Lost
-		if pp.gaveUp && lost > 0 {
-			pp.gaveUp, lost = false, 0
+		if pp.gaveUp == 1 {
+			lost = 0
 		}
+		pp.gaveUp = max(pp.gaveUp-1, 0)
 		p.sample.Paths[i] = cc.PathSample{
 			Plane:          p.cfg.Params.Paths[i].Plane,
 			Usable:         ps.State == PathActive,
@@ -502,14 +500,11 @@ func (p *Policy) next(nowNs int64, s *Snapshot, waiting bool) int64 {
 	if waiting {
 		dueNs = p.clockNs + maxProbeNs
 	}
-	active := false
+	active := s.anyActive()
 	for i := range p.paths {
 		pp, ps := &p.paths[i], &s.Paths[i]
-		if ps.State == PathActive {
-			active = true
-			if ps.outstanding() && !pp.probing {
-				dueNs = min(dueNs, p.clockNs+tickNs)
-			}
+		if ps.State == PathActive && ps.outstanding() && !pp.probing {
+			dueNs = min(dueNs, p.clockNs+tickNs)
 		}
 		if pp.probing {
 			dueNs = min(dueNs, pp.deadlineNs)

@@ -57,20 +57,20 @@ type Snapshot struct {
 
 // PathSnapshot is a path of a Snapshot. Fields are named as in struct mr_tx_path.
 type PathSnapshot struct {
-	Next, Una         uint32
-	Cwnd, Pace        uint32 // packets; ns a KiB, 0 = not paced
-	Gen               uint8
-	State             PathState
-	Tolerance         uint8
-	Sport             uint16
-	LastAckNs         int64 // monotonic; 0: never
-	SrttNs, MinRttNs  uint32
-	Acks              uint32 // all generations
-	PeerPkts, PeerCe  uint32 // this generation
-	PeerDups          uint32 // this generation
-	Lost              uint32
-	SentBytes         uint64
-	Sent, Retx, Probe uint32 // data packets, repairs among them, probes
+	Next, Una          uint32
+	Cwnd, Pace         uint32 // packets; ns a KiB, 0 = not paced
+	Gen                uint8
+	State              PathState
+	Tolerance          uint8
+	Sport              uint16
+	LastAckNs          int64 // monotonic; 0: never
+	SrttNs, MinRttNs   uint32
+	Acks               uint32 // all generations
+	PeerPkts, PeerCe   uint32 // this generation
+	PeerDups           uint32 // this generation
+	Lost               uint32
+	SentBytes          uint64
+	Sent, Retx, Probes uint32 // data packets, repairs among them, probes
 }
 
 // outstanding says whether the path has something unresolved under way.
@@ -80,6 +80,16 @@ func (p *PathSnapshot) outstanding() bool { return p.Next != p.Una }
 // packets or requests that are not sent yet.
 func (s *Snapshot) waiting() bool {
 	return s.PsnNext != s.PsnCum || s.Busy || s.MsnNext != s.SqTail
+}
+
+// anyActive says whether a path may carry data.
+func (s *Snapshot) anyActive() bool {
+	for i := range s.Paths {
+		if s.Paths[i].State == PathActive {
+			return true
+		}
+	}
+	return false
 }
 
 // PathSet is MR_CTL_PATH: cwnd, pace and tolerance of a path.
