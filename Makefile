@@ -66,6 +66,7 @@ fmt: ## Format Go and C in place
 .PHONY: generate
 generate: ## BPF objects, Go bindings and vectors anew (needs clang-19)
 	$(GO) generate ./...
+	python3 scripts/make_vectors.py
 
 .PHONY: check-generated
 check-generated: ## Regenerate: nothing may differ from what is committed

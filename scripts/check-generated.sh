@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs go generate on a copy of the work tree and compares: the tree itself stays as it is, so
+# Runs make generate on a copy of the work tree and compares: the tree itself stays as it is, so
 # that the check does not hide what it finds by mending it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,9 +11,9 @@ git ls-files -z -co --exclude-standard | while IFS= read -r -d '' file; do
 done | tar --null -T - -cf - | tar -xf - -C "$copy"
 cp -r "$copy" "$copy.want"
 trap 'rm -rf "$copy" "$copy.want"' EXIT
-(cd "$copy" && go generate ./...)
+make --no-print-directory -C "$copy" generate
 if ! diff -rq "$copy.want" "$copy"; then
-	echo "check-generated: these differ from what go generate makes: run make generate and commit" >&2
+	echo "check-generated: these differ from what make generate makes: run make generate and commit" >&2
 	diff -ru "$copy.want" "$copy" | grep -aE '^[-+]' | head -n 40 >&2 || true
 	exit 1
 fi

@@ -23,6 +23,7 @@ table() {
 	build    /usr/include/bpf/bpf_helpers.h   libbpf-dev         headers for BPF programs
 	build    /usr/include/linux/bpf.h         linux-libc-dev     kernel headers for BPF programs
 	test     git                              git                check-generated compares with the index
+	build    python3                          python3            writes the golden vectors
 	test     shellcheck                       shellcheck         checks the scripts
 	test     ${CC:-gcc}                       gcc                cgo, which the race detector needs
 	test     /usr/include/stdlib.h            libc6-dev          C library headers, for the race detector

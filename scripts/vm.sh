@@ -30,6 +30,7 @@ trap 'rm -rf "$work"' EXIT
 if [[ ! -e $kernel/boot/vmlinuz-$version ]]; then
 	echo "vm: downloading $pkg into $VM_CACHE" >&2
 	mkdir -p "$VM_CACHE"
+	find "$VM_CACHE" -maxdepth 1 -name '.new.*' -mmin +60 -exec rm -rf {} +
 	new=$(mktemp -d "$VM_CACHE/.new.XXXXXX")
 	trap 'rm -rf "$work" "$new"' EXIT
 	# apt fetches as its own user, which must be allowed to write here.
