@@ -108,7 +108,7 @@ test-kernels: ## The short end-to-end set on Debian's 6.1 and 6.12 kernels in QE
 bench: ## Every figure of docs/performance.md in one run (root)
 	@scripts/deps.sh run
 	@$(MAKE) --no-print-directory build
-	@scripts/bench.sh
+	bin/metaroce bench $(BENCH_FLAGS)
 
 .PHONY: clean
 clean: ## Remove what was built here; kernels in the cache stay

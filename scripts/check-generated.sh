@@ -13,7 +13,7 @@ cp -r "$copy" "$copy.want"
 trap 'rm -rf "$copy" "$copy.want"' EXIT
 make --no-print-directory -C "$copy" generate
 if ! diff -rq "$copy.want" "$copy"; then
-	echo "check-generated: these differ from what make generate makes: run make generate and commit" >&2
+	echo "check-generated: these differ from what make generate makes: run make generate and commit (here: $("${CLANG:-clang-19}" --version | head -n 1))" >&2
 	diff -ru "$copy.want" "$copy" | grep -aE '^[-+]' | head -n 40 >&2 || true
 	exit 1
 fi
