@@ -97,7 +97,7 @@ struct mr_tx_path {
 	__u8 tolerance;	 /* packets: a gap younger than this is reordering */
 	__u8 one;	 /* one repair may pass a closed window (set by ACK and timeout) */
 	__u16 sport;
-	__u8 unasked;	 /* the last packet did not ask for an ACK */
+	__u8 acked_gen;	 /* newest generation that the peer has acknowledged */
 	__u8 pad;
 	/* 64: written by mr_rx when an ACK comes in */
 	__u64 last_ack_ns;
@@ -107,7 +107,8 @@ struct mr_tx_path {
 	__u32 peer_pkts, peer_ce, peer_dups; /* the ACK's counts, this generation */
 	__u32 lost;	 /* transmissions found missing */
 	__u32 ce;	 /* marks reported, all generations */
-	__u64 pad3;
+	__u32 pace_max;	 /* the brake goes no further: control wrote half of it */
+	__u32 pad3;
 	/* 128: written by mr_tx */
 	__u64 sent_bytes; /* frames' bytes */
 	__u32 sent, retx, probes, pad4;
@@ -157,16 +158,19 @@ struct mr_conn {
 	__u32 psn_next, psn_cum, psn_limit;
 	__u32 msn_next;	  /* requests copied out of the queue so far */
 	__u32 cur_off;	  /* next byte of request msn_next - 1, if busy */
+	__u32 cur_len;	  /* its bytes */
 	__u32 busy;	  /* request msn_next - 1 has packets to send */
 	__u32 credit, ordinal; /* receives the peer has posted; that were used */
 	__u32 nak_psn, nak_syndrome;
-	__u32 fault;	  /* enum mr_fault */
 	__u32 rr;	  /* path to try first */
 	__u32 repairs;	  /* bit i: path i has bits in repair[] */
 	__u32 probe;	  /* bit i: control wants a probe on path i */
 	/* 128 */
+	__u32 active;	  /* bit i: tx[i].state is MR_PATH_ACTIVE */
+	__u32 unasked;	  /* bit i: the last packet on path i did not ask for an ACK */
 	__u32 no_credit;  /* stalled for want of a receive */
-	__u32 pad2[15];
+	__u32 fault;	  /* enum mr_fault */
+	__u32 pad2[12];
 	/* 192 */
 	struct mr_tx_path tx[MR_MAX_PATHS];
 	struct mr_rx_path rx[MR_MAX_PATHS];
@@ -253,8 +257,8 @@ struct mr_region {
 struct mr_pump {
 	/* mr_tx */
 	__u32 head, burst;
-	__u64 sent, runs;
-	__u64 paced_ns; /* earliest next_ns that mr_tx met since it last sent; 0 = none */
+	__u64 sent, idle; /* runs of mr_tx that emitted a packet; that found the ring empty */
+	__u64 paced_ns;	  /* when the paced connection met last may go on */
 	__u64 pad0[4];
 	/* producers */
 	__u32 tail, pad1[15];
@@ -339,8 +343,7 @@ struct mr_counters {
 	__u64 nak_no_receive;		/* ordinal of a receive that was not posted */
 	__u64 rcvd_naks;
 	/* the pump */
-	__u64 tx_idle;			/* runs of mr_tx that found nothing */
-	__u64 tx_paced;
+	__u64 tx_paced;			/* runs of mr_tx that found every open path paced */
 	__u64 tx_no_credit;		/* a request waited for a posted receive */
 	__u64 tx_fault;			/* a request that mr_tx refused */
 	__u64 tx_skipped;		/* repairs that were no longer needed */

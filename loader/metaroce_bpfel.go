@@ -45,18 +45,20 @@ type metaroceMrConn struct {
 	PsnLimit    uint32
 	MsnNext     uint32
 	CurOff      uint32
+	CurLen      uint32
 	Busy        uint32
 	Credit      uint32
 	Ordinal     uint32
 	NakPsn      uint32
 	NakSyndrome uint32
-	Fault       uint32
 	Rr          uint32
 	Repairs     uint32
 	Probe       uint32
-	NoCredit    uint32
+	Active      uint32
 	Unasked     uint32
-	Pad2        [14]uint32
+	NoCredit    uint32
+	Fault       uint32
+	Pad2        [12]uint32
 	Tx          [32]metaroceMrTxPath
 	Rx          [32]metaroceMrRxPath
 	Rxs         metaroceMrRxStream
@@ -115,7 +117,6 @@ type metaroceMrCounters struct {
 	NakBounds              uint64
 	NakNoReceive           uint64
 	RcvdNaks               uint64
-	TxIdle                 uint64
 	TxPaced                uint64
 	TxNoCredit             uint64
 	TxFault                uint64
@@ -209,7 +210,7 @@ type metaroceMrPump struct {
 	Head     uint32
 	Burst    uint32
 	Sent     uint64
-	Runs     uint64
+	Idle     uint64
 	PacedNs  uint64
 	Pad0     [4]uint64
 	Tail     uint32
@@ -403,7 +404,6 @@ const (
 	metaroceVarMrTypePathState = "mr_type_path_state"
 	metaroceVarMrTypeQpage     = "mr_type_qpage"
 	metaroceVarMrTypeWrOp      = "mr_type_wr_op"
-	metaroceVarUnusedEvent     = "unused_event"
 )
 
 // loadMetaroce returns the embedded CollectionSpec for metaroce.
@@ -486,7 +486,6 @@ type metaroceVariableSpecs struct {
 	MrTypePathState *ebpf.VariableSpec `ebpf:"mr_type_path_state"`
 	MrTypeQpage     *ebpf.VariableSpec `ebpf:"mr_type_qpage"`
 	MrTypeWrOp      *ebpf.VariableSpec `ebpf:"mr_type_wr_op"`
-	UnusedEvent     *ebpf.VariableSpec `ebpf:"unused_event"`
 }
 
 // metaroceObjects contains all objects after they have been loaded into the kernel.
@@ -553,7 +552,6 @@ type metaroceVariables struct {
 	MrTypePathState *ebpf.Variable `ebpf:"mr_type_path_state"`
 	MrTypeQpage     *ebpf.Variable `ebpf:"mr_type_qpage"`
 	MrTypeWrOp      *ebpf.Variable `ebpf:"mr_type_wr_op"`
-	UnusedEvent     *ebpf.Variable `ebpf:"unused_event"`
 }
 
 // metarocePrograms contains all programs after they have been loaded into the kernel.

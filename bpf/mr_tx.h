@@ -1,0 +1,491 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/* Transmit: which connection, which path, which packet; then the packet. */
+#ifndef MR_TX_H
+#define MR_TX_H
+
+enum mr_emitted {
+	MR_SENT,
+	MR_NOTHING, /* wait for an ACK, control or a post */
+	MR_LATER,   /* paced */
+	MR_AGAIN,   /* look once more: something was put in order */
+};
+
+enum mr_job {
+	MR_JOB_DATA,
+	MR_JOB_REPAIR,
+	MR_JOB_PROBE,
+};
+
+/* Stops the connection's sending at request msn. Control sees it and ends the connection. */
+static __always_inline void mr_tx_stop(struct mr_conn *c, struct mr_qpage *page, __u32 slot,
+				       __u32 fault, __u32 msn, struct mr_counters *ctr)
+{
+	bpf_spin_lock(&c->lock);
+	c->fault = fault;
+	page->fault_msn = msn;
+	page->fault = fault;
+	bpf_spin_unlock(&c->lock);
+	ctr->tx_fault++;
+	mr_notify(&page->arm_send, slot, c->qpn);
+}
+
+/*
+ * Copies request msn out of the application's queue and checks the copy: what
+ * the application writes there afterwards changes nothing. Only the pump calls it.
+ */
+static __always_inline __u32 mr_tx_load(struct mr_req *r, struct mr_qpage *page, __u32 msn,
+					__u32 pd)
+{
+	struct mr_wqe *w = &page->sq[msn % MR_SQ_DEPTH];
+	struct mr_region *region;
+	__u64 laddr;
+	__u32 index, lkey;
+
+	r->op = MR_READ_ONCE(w->op);
+	r->raddr = MR_READ_ONCE(w->raddr);
+	r->rkey = MR_READ_ONCE(w->rkey);
+	r->len = MR_READ_ONCE(w->len);
+	r->imm = MR_READ_ONCE(w->imm);
+	r->stream = 0;
+	r->msn = msn;
+	laddr = MR_READ_ONCE(w->laddr);
+	lkey = MR_READ_ONCE(w->lkey);
+	if (r->op != MR_WR_WRITE && r->op != MR_WR_WRITE_IMM)
+		return MR_FAULT_LOC_QP_OP;
+	index = lkey >> 8;
+	r->region = index;
+	r->local = 0;
+	if (!r->len)
+		return MR_FAULT_NONE;
+	region = bpf_map_lookup_elem(&mr_region, &index);
+	if (!region || !region->key || region->key != lkey || region->pd != pd ||
+	    laddr < region->base || laddr - region->base > region->len ||
+	    r->len > region->len - (laddr - region->base))
+		return MR_FAULT_LOC_PROT;
+	r->local = laddr - region->base;
+	return MR_FAULT_NONE;
+}
+
+struct mr_choice {
+	__u32 job, path, source;
+	__u64 paced_ns;
+};
+
+/*
+ * The next path in turn that may send something that waits: its own repairs,
+ * those of a path that may not send, new data. Without the lock: only this
+ * program takes packets out, so what is open here stays open.
+ */
+static __always_inline int mr_tx_pick(struct mr_conn *c, __u64 now, int data,
+				      struct mr_choice *choice)
+{
+	__u32 n = c->npaths, first = c->rr, repairs = MR_READ_ONCE(c->repairs), i;
+	__u32 orphans = repairs & ~MR_READ_ONCE(c->active);
+
+	choice->paced_ns = 0;
+	for (i = 0; i < MR_MAX_PATHS; i++) {
+		__u32 path = first + i, own, repair;
+		struct mr_tx_path *p;
+		enum mr_open open;
+
+		if (i >= n)
+			break;
+		if (path >= n)
+			path -= n;
+		path &= MR_MAX_PATHS - 1;
+		own = repairs >> path & 1;
+		repair = own || orphans;
+		if (!repair && !data)
+			continue;
+		p = &c->tx[path];
+		open = mr_core_tx_open(p, now, repair);
+		if (open == MR_PACED && (!choice->paced_ns || p->next_ns < choice->paced_ns))
+			choice->paced_ns = p->next_ns;
+		if (open != MR_OPEN)
+			continue;
+		choice->path = path;
+		choice->source = own || !orphans ? path : mr_ctz(orphans);
+		choice->job = repair ? MR_JOB_REPAIR : MR_JOB_DATA;
+		return 1;
+	}
+	return 0;
+}
+
+/* What the frame will be, decided under the lock. */
+struct mr_packet {
+	struct mr_desc d;
+	__u32 pseq, psn_next, sport, flags, ask;
+	__u8 gen, job, path;
+};
+
+static __always_inline int mr_tx_commit(struct mr_conn *c, struct mr_path *pp, struct mr_path *sp,
+					struct mr_choice *choice, const struct mr_req *fresh,
+					__u64 now, __u32 tail, struct mr_packet *k)
+{
+	__u32 path = choice->path & (MR_MAX_PATHS - 1), source = choice->source & (MR_MAX_PATHS - 1);
+	__u32 job = choice->job, frame, idx, left;
+	struct mr_tx_path *p = &c->tx[path], *s;
+
+	if (c->state != MR_CONN_OPEN)
+		return MR_NOTHING;
+	if (mr_core_next_is_repair(p)) {
+		/* its descriptor would be overwritten: it goes first, and asks if a probe was due */
+		job = MR_JOB_REPAIR;
+		source = path;
+		sp = pp;
+	}
+	if (mr_core_inflight(p) >= (choice->job == MR_JOB_PROBE ? MR_PATH_RING - 1 : MR_PATH_WINDOW))
+		return MR_NOTHING;
+	k->d.sent_ns = now;
+	if (choice->job == MR_JOB_PROBE) {
+		c->probe &= ~(1u << path);
+		c->unasked &= ~(1u << path);
+		p->probes++;
+		k->ask = 1;
+	}
+	if (job == MR_JOB_REPAIR) {
+		s = &c->tx[source];
+		if (!mr_core_any_repair(s)) {
+			c->repairs &= ~(1u << source);
+			return MR_AGAIN;
+		}
+		idx = mr_core_first_repair(s);
+		s->repair[idx / 64 & 3] &= ~(1ull << (idx & 63));
+		if (!mr_core_any_repair(s))
+			c->repairs &= ~(1u << source);
+		k->d.psn = sp->desc[idx & 255].psn;
+		k->d.offset = sp->desc[idx & 255].offset;
+		k->d.len = sp->desc[idx & 255].len;
+		k->d.slot = sp->desc[idx & 255].slot;
+		if (k->d.len == MR_DESC_PROBE || mr_before(k->d.psn, c->psn_cum) ||
+		    (c->nak_syndrome && !mr_before(k->d.psn, c->nak_psn))) {
+			if (choice->job == MR_JOB_PROBE)
+				c->probe |= 1u << path; /* the slot is free now: next time */
+			return MR_AGAIN;
+		}
+		k->flags = MR_F_RETX;
+		p->one = 0;
+		p->retx++;
+	} else if (job == MR_JOB_DATA) {
+		if (!mr_before(c->psn_next, c->psn_limit))
+			return MR_NOTHING;
+		if (fresh) {
+			c->msn_next++;
+			c->busy = 1;
+			c->cur_off = 0;
+			c->cur_len = fresh->len;
+			if (fresh->op == MR_WR_WRITE_IMM)
+				c->ordinal++;
+		}
+		left = c->cur_len - c->cur_off;
+		k->d.psn = c->psn_next++;
+		k->d.offset = c->cur_off;
+		k->d.slot = (c->msn_next - 1) % MR_SQ_DEPTH;
+		if (left <= c->payload) {
+			k->d.len = left;
+			c->busy = 0;
+		} else {
+			k->d.len = c->payload;
+			c->cur_off += c->payload;
+		}
+	} else {
+		k->d.psn = c->psn_next;
+		k->d.len = MR_DESC_PROBE;
+		k->d.offset = 0;
+		k->d.slot = 0;
+	}
+	k->job = job;
+	if (c->busy || c->msn_next != tail)
+		k->flags |= MR_F_MORE;
+	k->pseq = p->next++;
+	pp->desc[k->pseq & 255] = k->d;
+	/* repairs ask; so does the packet that closes the window */
+	if (job == MR_JOB_REPAIR || mr_core_inflight(p) >= p->cwnd ||
+	    mr_core_inflight(p) >= MR_PATH_WINDOW || !mr_before(c->psn_next, c->psn_limit))
+		k->ask = 1;
+	if (k->ask)
+		c->unasked &= ~(1u << path);
+	else
+		c->unasked |= 1u << path;
+	k->psn_next = c->psn_next;
+	k->gen = p->gen;
+	k->path = path;
+	k->sport = p->sport;
+	frame = pp->l4_off + sizeof(struct mr_l4write) + (job == MR_JOB_PROBE ? 0 : k->d.len);
+	mr_core_pace(p, now, frame);
+	p->sent++;
+	p->sent_bytes += frame;
+	c->rr = path + 1 < c->npaths ? path + 1 : 0;
+	return MR_SENT;
+}
+
+/* Writes the frame: every byte of every header, since pages come back as others left them. */
+static __always_inline int mr_tx_build(struct xdp_md *ctx, struct mr_conn *c, struct mr_path *pp,
+				       struct mr_req *r, struct mr_packet *k, __u64 now)
+{
+	__u32 l4 = pp->l4_off & 63, l3 = pp->l3_off & 31, len, hdr, ext, flags = k->flags, udp_len;
+	int have = bpf_xdp_get_buff_len(ctx);
+	struct mr_l4dh *f;
+	void *data, *end;
+
+	if (k->job == MR_JOB_PROBE) {
+		len = 0;
+		ext = MR_EXT_PROBE;
+		hdr = sizeof(struct mr_l4dh);
+	} else {
+		len = k->d.len;
+		ext = MR_EXT_WRITE;
+		hdr = sizeof(struct mr_l4write);
+		if (k->d.offset + len >= r->len) {
+			flags |= MR_F_LAST;
+			if (r->op == MR_WR_WRITE_IMM) {
+				flags |= MR_F_IMM;
+				ext = MR_EXT_WRITE_IMM;
+				hdr = sizeof(struct mr_l4imm);
+			}
+		}
+	}
+	/* the frame's length reaches the driver only if the program changes it, each time */
+	if (bpf_xdp_adjust_tail(ctx, (int)(l4 + hdr + len) - have))
+		return -1;
+	if (len && mr_fetch(ctx, l4 + hdr, len, r->region, r->local + k->d.offset))
+		return -1;
+	data = (void *)(long)ctx->data;
+	end = (void *)(long)ctx->data_end;
+	if (data + sizeof(pp->tmpl) > end)
+		return -1;
+	__builtin_memcpy(data, pp->tmpl, sizeof(pp->tmpl));
+	udp_len = hdr + len;
+	if (!pp->v6) {
+		struct iphdr *ip = data + l3;
+
+		if ((void *)(ip + 1) > end)
+			return -1;
+		ip->tot_len = bpf_htons(sizeof(*ip) + udp_len);
+		ip->check = ~mr_fold((__u64)pp->l3_sum + ip->tot_len);
+	} else {
+		struct ipv6hdr *ip = data + l3;
+
+		if ((void *)(ip + 1) > end)
+			return -1;
+		ip->payload_len = bpf_htons(udp_len);
+	}
+	f = data + l4;
+	if ((void *)(f + 1) > end)
+		return -1;
+	f->udp.source = bpf_htons(k->sport);
+	f->udp.dest = bpf_htons(mr_port);
+	f->udp.len = bpf_htons(udp_len);
+	f->udp.check = 0;
+	f->bth.opcode = k->job == MR_JOB_PROBE ? MR_OP_PROBE : MR_OP_WRITE;
+	f->bth.flags = 0;
+	f->bth.pkey = bpf_htons(MR_PKEY_DEFAULT);
+	f->bth.qpn = bpf_htonl(c->peer_qpn);
+	f->bth.apsn = bpf_htonl((k->d.psn & MR_PSN24) | (k->ask ? MR_BTH_ACKREQ : 0));
+	f->dh.path = k->path;
+	f->dh.gen = k->gen;
+	f->dh.flags = flags;
+	f->dh.ver_ext = MR_VER_EXT(ext);
+	f->dh.token = bpf_htonl(c->tx_token);
+	f->dh.pseq = bpf_htonl(k->pseq);
+	f->dh.psn = bpf_htonl(k->d.psn);
+	f->dh.ts = bpf_htonl((__u32)now);
+	f->dh.stream = 0;
+	f->dh.backlog = 0;
+	f->dh.msn = 0;
+	f->dh.offset = 0;
+	if (ext != MR_EXT_PROBE) {
+		struct mr_l4write *w = (void *)f;
+
+		if ((void *)(w + 1) > end)
+			return -1;
+		w->dh.msn = bpf_htonl(r->msn);
+		w->dh.offset = bpf_htonl(k->d.offset);
+		w->reth.addr = bpf_cpu_to_be64(r->raddr + k->d.offset);
+		w->reth.rkey = bpf_htonl(r->rkey);
+		w->reth.len = bpf_htonl(r->len);
+	}
+	if (ext == MR_EXT_WRITE_IMM) {
+		struct mr_l4imm *i = (void *)f;
+
+		if ((void *)(i + 1) > end)
+			return -1;
+		i->imm.imm = bpf_htonl(r->imm);
+		i->imm.ordinal = bpf_htonl(r->ordinal);
+	}
+	return udp_len;
+}
+
+static __always_inline int mr_tx_conn(struct xdp_md *ctx, struct mr_pump *pump, __u32 slot,
+				      struct mr_counters *ctr, __u32 *out)
+{
+	struct mr_reqs *reqs = bpf_map_lookup_elem(&mr_req, &slot);
+	struct mr_conn *c = bpf_map_lookup_elem(&mr_conn, &slot);
+	struct mr_qpage *page = mr_qpage(slot);
+	struct mr_choice choice = {};
+	struct mr_req *r = 0, *fresh = 0;
+	struct mr_packet k = {};
+	struct mr_path *pp, *sp;
+	__u32 tail, index, fault, data = 0;
+	int done, udp_len;
+	__u64 now;
+
+	if (!c || !page || !reqs || MR_READ_ONCE(c->state) != MR_CONN_OPEN)
+		return MR_NOTHING;
+	now = bpf_ktime_get_ns();
+	tail = MR_READ_ONCE(page->sq_tail);
+
+	if (!MR_READ_ONCE(c->nak_syndrome) && !c->fault &&
+	    mr_before(c->psn_next, MR_READ_ONCE(c->psn_limit))) {
+		if (c->busy) {
+			data = 1;
+		} else if (tail != c->msn_next) {
+			fresh = &reqs->req[c->msn_next % MR_SQ_DEPTH];
+			fault = mr_tx_load(fresh, page, c->msn_next, c->pd);
+			if (fault) {
+				mr_tx_stop(c, page, slot, fault, c->msn_next, ctr);
+				fresh = 0;
+			} else if (fresh->op == MR_WR_WRITE_IMM &&
+				   !mr_before(c->ordinal, MR_READ_ONCE(c->credit))) {
+				if (!c->no_credit)
+					ctr->tx_no_credit++;
+				MR_WRITE_ONCE(c->no_credit, 1);
+				fresh = 0;
+			} else {
+				fresh->ordinal = c->ordinal;
+				data = 1;
+			}
+		}
+	}
+
+	if (MR_READ_ONCE(c->probe)) {
+		choice.job = MR_JOB_PROBE;
+		choice.path = mr_ctz(c->probe);
+		choice.source = choice.path;
+	} else if (data || MR_READ_ONCE(c->repairs)) {
+		if (!mr_tx_pick(c, now, data, &choice)) {
+			if (!choice.paced_ns)
+				return MR_NOTHING;
+			MR_WRITE_ONCE(pump->paced_ns, choice.paced_ns);
+			ctr->tx_paced++;
+			return MR_LATER;
+		}
+	} else if (MR_READ_ONCE(c->unasked)) {
+		/* nothing left to send: learn the fate of each path's last packets */
+		choice.job = MR_JOB_PROBE;
+		choice.path = mr_ctz(c->unasked);
+		choice.source = choice.path;
+	} else {
+		return MR_NOTHING;
+	}
+	choice.path &= MR_MAX_PATHS - 1;
+	choice.source &= MR_MAX_PATHS - 1;
+	MR_OPAQUE(choice.path);
+	MR_OPAQUE(choice.source);
+	choice.path &= MR_MAX_PATHS - 1;
+	choice.source &= MR_MAX_PATHS - 1;
+	index = c->path_base + choice.path;
+	pp = bpf_map_lookup_elem(&mr_path, &index);
+	index = c->path_base + choice.source;
+	sp = bpf_map_lookup_elem(&mr_path, &index);
+	if (!pp || !sp)
+		return MR_NOTHING;
+
+	bpf_spin_lock(&c->lock);
+	done = mr_tx_commit(c, pp, sp, &choice, fresh, now, tail, &k);
+	bpf_spin_unlock(&c->lock);
+	if (done != MR_SENT) {
+		if (done == MR_AGAIN)
+			ctr->tx_skipped++;
+		return done;
+	}
+
+	r = &reqs->req[k.d.slot % MR_SQ_DEPTH];
+	if (k.job == MR_JOB_DATA) {
+		page->sq_head = c->msn_next;
+		if (!c->busy) { /* its last packet: now its completion can be told */
+			struct mr_scqe *e = &page->scq[k.d.slot % MR_SQ_DEPTH];
+
+			e->last_psn = k.d.psn;
+			__sync_lock_test_and_set(&e->valid, MR_VALID(r->msn));
+		}
+	}
+	/* what cannot be built is lost on the way: the path's order shows it */
+	udp_len = mr_tx_build(ctx, c, pp, r, &k, now);
+	if (udp_len < 0) {
+		ctr->tx_error++;
+		return MR_AGAIN;
+	}
+	if (c->checksum) {
+		__u32 l4 = pp->l4_off & 63;
+		struct udphdr *udp;
+		__u64 sum = (__u64)pp->pseudo_sum + bpf_htons(udp_len) +
+			    mr_csum(ctx, l4, udp_len);
+
+		udp = (void *)(long)ctx->data + l4;
+		if ((void *)(udp + 1) > (void *)(long)ctx->data_end)
+			return MR_AGAIN;
+		udp->check = mr_udp_check(sum);
+	}
+	if (k.job == MR_JOB_PROBE) {
+		ctr->sent_probes++;
+	} else {
+		ctr->sent_pkts++;
+		ctr->sent_bytes += k.d.len;
+		if (k.job == MR_JOB_REPAIR)
+			ctr->retransmits++;
+	}
+	*out = pp->ifindex;
+	return MR_SENT;
+}
+
+static __always_inline int mr_tx_main(struct xdp_md *ctx)
+{
+	struct mr_counters *ctr = mr_counters();
+	struct mr_pump *pump = mr_the_pump();
+	__u32 head, slot, entry, out = 0;
+	int done, shift = 0;
+
+	if (!ctr || !pump)
+		return XDP_ABORTED;
+	head = pump->head;
+	entry = MR_READ_ONCE(pump->ring[head % MR_MAX_CONNS]);
+	if (head == MR_READ_ONCE(pump->tail) || !entry) {
+		pump->idle++;
+		return XDP_DROP;
+	}
+	slot = entry - 1;
+	if (slot >= mr_max_conns) {
+		ctr->bad_ready++;
+		MR_WRITE_ONCE(pump->ring[head % MR_MAX_CONNS], 0);
+		pump->head = head + 1;
+		return XDP_DROP;
+	}
+	/*
+	 * Not ready any more, then look: whoever publishes work from here on finds 0 and
+	 * queues the connection anew, so nothing is overlooked.
+	 */
+	__sync_lock_test_and_set(&pump->ready[slot % MR_MAX_CONNS], 0);
+	done = mr_tx_conn(ctx, pump, slot, ctr, &out);
+	if (done == MR_NOTHING) {
+		shift = 1;
+	} else if (__sync_lock_test_and_set(&pump->ready[slot % MR_MAX_CONNS], 1)) {
+		shift = 1; /* queued anew meanwhile, behind the others */
+	} else if (done == MR_LATER || ++pump->burst >= mr_quantum) {
+		if (MR_READ_ONCE(pump->tail) - head > 1)
+			shift = 2; /* the others' turn */
+	}
+	if (shift) {
+		MR_WRITE_ONCE(pump->ring[head % MR_MAX_CONNS], 0);
+		pump->head = head + 1;
+		pump->burst = 0;
+		if (shift == 2)
+			mr_ring_push(pump, slot);
+	}
+	if (done != MR_SENT)
+		return XDP_DROP;
+	pump->sent++;
+	return bpf_redirect(out, 0);
+}
+
+#endif
