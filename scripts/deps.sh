@@ -32,6 +32,7 @@ table() {
 	kernels  busybox                          busybox-static     user space of the virtual machine
 	kernels  depmod                           kmod               finds a kernel's modules and their order
 	kernels  cpio                             cpio               packs the initial file system
+	kernels  xz                               xz-utils           unpacks the modules of 6.12
 	kernels  dash                             dash               shell of the virtual machine
 	kernels  dpkg-deb                         dpkg               unpacks kernel packages
 	EOF
