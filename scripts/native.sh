@@ -33,4 +33,8 @@ for source in bpf/test/"$prefix"_*.c; do
 	timeout "$limit" "$binary" "${arguments[@]}"
 	count=$((count + 1))
 done
+if ((count == 0)); then
+	echo "native: found no bpf/test/${prefix}_*.c, want some" >&2
+	exit 1
+fi
 echo "native: $count programs of bpf/test/${prefix}_*.c, no finding"
