@@ -112,7 +112,7 @@ static __attribute__((noinline)) int mr_rx_write(struct xdp_md *ctx, struct mr_i
 	struct mr_view *v = &in->v;
 	struct mr_conn *c = in->c;
 	void *end = (void *)(long)ctx->data_end;
-	__u32 flags = f->dh.flags, psn, pseq, rkey, len, hdr, index, mlen, msn, ask, syndrome;
+	__u32 flags = f->dh.flags, psn, pseq, rkey, len, hdr, index, mlen, ask, syndrome;
 	struct mr_rx_path *p = &c->rx[path & (MR_MAX_PATHS - 1)];
 	__u32 imm = 0, ordinal = 0, ext = MR_EXT_WRITE, before = 0;
 	struct mr_qpage *page = mr_qpage(slot);
@@ -160,7 +160,6 @@ static __attribute__((noinline)) int mr_rx_write(struct xdp_md *ctx, struct mr_i
 	}
 	psn = bpf_ntohl(f->dh.psn);
 	pseq = bpf_ntohl(f->dh.pseq);
-	msn = bpf_ntohl(f->dh.msn);
 	ask = f->bth.apsn & bpf_htonl(MR_BTH_ACKREQ);
 	addr = bpf_be64_to_cpu(f->reth.addr);
 	rkey = bpf_ntohl(f->reth.rkey);
@@ -207,7 +206,6 @@ static __attribute__((noinline)) int mr_rx_write(struct xdp_md *ctx, struct mr_i
 			e->psn = psn;
 			e->imm = imm;
 			e->len = mlen;
-			e->msn = msn;
 			e->stream = 0;
 			__sync_lock_test_and_set(&e->valid, MR_VALID(ordinal));
 		}

@@ -108,7 +108,7 @@ struct mr_tx_path {
 	__u32 lost;	 /* transmissions found missing */
 	__u32 ce;	 /* marks reported, all generations */
 	__u32 pace_max;	 /* the brake goes no further: control wrote half of it */
-	__u32 pad3;
+	__u32 pad3[3];
 	/* 128: written by mr_tx */
 	__u64 sent_bytes; /* frames' bytes */
 	__u32 sent, retx, probes, pad4;
@@ -199,7 +199,7 @@ struct mr_wqe {
 	__u32 lkey, rkey, len, imm;
 	__u8 op, flags;
 	__u16 stream;
-	__u32 pad[5];
+	__u32 pad;
 };
 
 #define MR_VALID(n) (1ull << 32 | (__u32)(n))
@@ -213,9 +213,8 @@ struct mr_scqe {
 /* Receive n is complete once valid == MR_VALID(n) and rx_cum has passed psn. */
 struct mr_rcqe {
 	__u64 valid;
-	__u32 psn, imm, len, msn;
+	__u32 psn, imm, len;
 	__u16 stream, pad;
-	__u32 pad2;
 };
 
 /* A connection's queues, mapped into its application. Map-in-map mr_qp, one entry each. */

@@ -250,10 +250,8 @@ type metaroceMrRcqe struct {
 	Psn    uint32
 	Imm    uint32
 	Len    uint32
-	Msn    uint32
 	Stream uint16
 	Pad    uint16
-	Pad2   uint32
 }
 
 type metaroceMrRegion struct {
@@ -343,7 +341,7 @@ type metaroceMrTxPath struct {
 	Lost      uint32
 	Ce        uint32
 	PaceMax   uint32
-	Pad3      uint32
+	Pad3      [3]uint32
 	SentBytes uint64
 	Sent      uint32
 	Retx      uint32
@@ -364,7 +362,7 @@ type metaroceMrWqe struct {
 	Op     uint8
 	Flags  uint8
 	Stream uint16
-	Pad    [5]uint32
+	Pad    uint32
 }
 
 type metaroceMrWrOp uint32
