@@ -114,16 +114,15 @@ func (p *Packet) Append(b []byte) ([]byte, error) {
 	l4 := len(b)
 	b = UDP{Sport: p.Sport, Dport: p.Dport, Length: uint16(udpLen)}.Append(b)
 	b = p.BTH.Append(b)
-	switch i := opcodes[p.BTH.Opcode]; {
-	case p.BTH.Opcode == OpACK:
+	if p.BTH.Opcode == OpACK {
 		b = p.ACK.Append(b)
-	default:
-		b = p.Data.Append(b, extOf(i, p.Data.Flags))
-		if p.BTH.Opcode == OpWrite {
-			b = p.RETH.Append(b)
-			if p.Data.Flags&FlagImm != 0 {
-				b = p.Imm.Append(b)
-			}
+	} else {
+		b = p.Data.Append(b, extOf(opcodes[p.BTH.Opcode], p.Data.Flags))
+	}
+	if p.BTH.Opcode == OpWrite {
+		b = p.RETH.Append(b)
+		if p.Data.Flags&FlagImm != 0 {
+			b = p.Imm.Append(b)
 		}
 	}
 	b = append(b, p.Payload...)

@@ -10,18 +10,18 @@ import (
 
 // Layout says where the parts of a frame begin, in bytes from its start.
 type Layout struct {
-	L3, L4  int // IP and UDP header
-	BTH     int
-	Header  int // data header or ACK
-	UDPLen  int // what the UDP header says, itself included
-	src     netip.Addr
-	dst     netip.Addr
-	eth     Ethernet
-	v4      IPv4
-	v6      IPv6
-	udp     UDP
-	ipLen   int // IP payload, as the IP header says
-	version int // of IP
+	L3, L4 int // IP and UDP header
+	BTH    int
+	Header int // data header or ACK
+	UDPLen int // what the UDP header says, itself included
+
+	src, dst netip.Addr
+	eth      Ethernet
+	v4       IPv4
+	v6       IPv6
+	udp      UDP
+	ipLen    int // IP payload, as the IP header says
+	version  int // of IP
 }
 
 // Locate finds the parts of a frame that is UDP to the given destination port, in IPv4

@@ -5,6 +5,10 @@ package wire_test
 import (
 	"bytes"
 	"errors"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -184,6 +188,45 @@ func TestICRC_everyTruncationOfTheHeadersIsAnError(t *testing.T) {
 		for n := range headers {
 			if _, err := wire.ICRC(bytes.Clone(v.Packet[:n:n])); !errors.Is(err, wire.ErrTruncated) {
 				t.Fatalf("%s cut to %d bytes: error %v, want %v", v.Name, n, err, wire.ErrTruncated)
+			}
+		}
+	}
+}
+
+func TestVectors_areWhatTheScriptMakes(t *testing.T) {
+	python, err := exec.LookPath("python3")
+	if err != nil {
+		t.Skipf("no python3: %v", err)
+	}
+	dir := t.TempDir()
+	if out, err := exec.CommandContext(t.Context(), python, "../scripts/make_vectors.py", dir).CombinedOutput(); err != nil {
+		t.Fatalf("make_vectors.py: %v\n%s", err, out)
+	}
+	committed := os.DirFS("../testdata/vectors")
+	for _, pattern := range []string{"*.json", "icrc/*.json"} {
+		want, err := filepath.Glob(filepath.Join(dir, pattern))
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := fs.Glob(committed, pattern)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(got) != len(want) {
+			t.Errorf("%s: %d committed, %d made", pattern, len(got), len(want))
+		}
+		for _, name := range want {
+			rel, err := filepath.Rel(dir, name)
+			if err != nil {
+				t.Fatal(err)
+			}
+			made, err := os.ReadFile(name)
+			if err != nil {
+				t.Fatal(err)
+			}
+			have, err := fs.ReadFile(committed, filepath.ToSlash(rel))
+			if err != nil || !bytes.Equal(have, made) {
+				t.Errorf("%s: committed file differs (%v)", rel, err)
 			}
 		}
 	}
