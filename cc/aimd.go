@@ -43,9 +43,16 @@ const (
 	limitedPeriods = 4
 	// quietBoostNs is how long a path must have been without a mark before its
 	// additive increase starts to double, once each further boostStepNs.
-	quietBoostNs = 40e6
-	boostStepNs  = 10e6
+	quietBoostNs = 20e6
+	boostStepNs  = 5e6
 	maxBoost     = 16
+	// A queue that has grown past its mark takes time to drain even when the rate
+	// is right again. While marks come without a pause the rate is cut once an
+	// episode; meanwhile only a part of it, drain, is used.
+	episodeNs = 4e6
+	drain     = 0.8
+	// overflowLoss is the loss fraction of a marked period that means a full queue.
+	overflowLoss = 0.2
 )
 
 // AIMD is additive increase and multiplicative decrease by rate: DCTCP
@@ -70,6 +77,8 @@ type aimdPath struct {
 	usable    bool
 	limited   int     // periods in a row that used less than half of the rate
 	calmNs    float64 // time since the last mark or cut
+	episodeNs float64 // how long marks have come without a pause since the last cut
+	drain     float64 // part of the rate that is used until the next period
 	silenced  bool    // timed out and nothing delivered since
 
 	// since the last change
@@ -94,7 +103,7 @@ func (a *AIMD) Start(n int) []PathRate {
 	a.paths = make([]aimdPath, n)
 	a.out = make([]PathRate, n)
 	for i := range a.paths {
-		a.paths[i] = aimdPath{rate: float64(a.cfg.InitialBps), slowStart: true, usable: true}
+		a.paths[i] = aimdPath{rate: float64(a.cfg.InitialBps), drain: 1, slowStart: true, usable: true}
 		a.out[i] = PathRate{Window: slackPackets, RateBps: a.cfg.InitialBps}
 	}
 	return a.out
@@ -155,7 +164,7 @@ func (a *AIMD) follow(p *aimdPath, usable bool) {
 		if p.unpaced {
 			p.rate = p.delivered
 		}
-		if !p.silenced && p.timeouts == 0 {
+		if !p.silenced { // else its timeout has cut it already
 			a.cut(p, 0.5)
 		}
 		return
@@ -199,6 +208,7 @@ func (a *AIMD) update(p *aimdPath, active int) {
 		p.alpha += a.cfg.Gain * (fraction - p.alpha)
 	}
 
+	p.drain = 1
 	switch {
 	case p.timeouts > 0 || heavy:
 		if p.unpaced {
@@ -221,8 +231,21 @@ func (a *AIMD) update(p *aimdPath, active int) {
 		p.alpha = fraction
 		p.calmNs, p.limited = 0, 0
 	case p.ce > 0:
-		p.marked, p.unpaced = true, false
-		a.cut(p, 1-p.alpha/2)
+		p.marked, p.unpaced, p.limited = true, false, 0
+		if fraction > 0.5 && float64(p.lost) > overflowLoss*float64(total) {
+			// The queue overflows: what arrives is what there is.
+			p.rate = max(min(p.rate, 0.9*deliveredBps), float64(a.cfg.MinBps))
+			p.calmNs, p.episodeNs = 0, 0
+			break
+		}
+		if p.calmNs > 0 || p.episodeNs >= episodeNs {
+			a.cut(p, 1-p.alpha/2)
+			p.episodeNs = 0
+		}
+		p.episodeNs += p.sinceNs
+		if fraction > 0.5 {
+			p.drain = drain
+		}
 	default:
 		p.calmNs += p.sinceNs
 		a.increase(p, used, active)
@@ -260,7 +283,7 @@ func (a *AIMD) increase(p *aimdPath, used bool, active int) {
 	for t := quietBoostNs; t < p.calmNs && boost < maxBoost; t += boostStepNs {
 		boost *= 2
 	}
-	step := float64(a.cfg.IncreaseBps) / float64(max(active, 1)) * p.sinceNs / 1e6 * boost
+	step := max(float64(a.cfg.IncreaseBps)/float64(max(active, 1)), p.rate/128) * p.sinceNs / 1e6 * boost
 	p.rate += min(step, p.rate/4)
 }
 
@@ -268,7 +291,7 @@ func (a *AIMD) increase(p *aimdPath, used bool, active int) {
 // is under way: twice what the rate needs for a round trip, and slack.
 func (p *aimdPath) result(ps *PathSample, packetBytes int) PathRate {
 	rate := p.rate
-	out := PathRate{RateBps: uint64(p.rate)}
+	out := PathRate{RateBps: uint64(p.rate * p.drain)}
 	if p.unpaced {
 		// Twice as generous: a window-limited path delivers a window a round trip.
 		rate, out.RateBps = 2*p.delivered, 0
