@@ -108,5 +108,10 @@ func Find() ([]Device, error) {
 	return devs, nil
 }
 
+// Device describes this device as Find would.
+func (o *Objects) Device() Device {
+	return Device{Dir: o.PinDir, Name: o.owner.Device, Alive: true, Owner: o.owner}
+}
+
 // PinRoot is where Find looks.
 func PinRoot() string { return pinRoot }

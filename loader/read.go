@@ -99,7 +99,7 @@ func (s *State) MaxConns() int { return int(s.conn.MaxEntries()) }
 // Conn is a snapshot of connection slot i, taken under the connection's lock.
 func (s *State) Conn(i int) (*Conn, error) {
 	var c Conn
-	if err := s.conn.LookupWithFlags(uint32(i), &c, ebpf.LookupLock); err != nil {
+	if err := s.conn.LookupWithFlags(uint32(i), unsafe.Pointer(&c), ebpf.LookupLock); err != nil {
 		return nil, fmt.Errorf("read connection slot %d: %w", i, err)
 	}
 	return &c, nil
@@ -108,7 +108,7 @@ func (s *State) Conn(i int) (*Conn, error) {
 // Path is entry i of the path pool.
 func (s *State) Path(i int) (*Path, error) {
 	var p Path
-	if err := s.path.Lookup(uint32(i), &p); err != nil {
+	if err := s.path.Lookup(uint32(i), unsafe.Pointer(&p)); err != nil {
 		return nil, fmt.Errorf("read path %d: %w", i, err)
 	}
 	return &p, nil
@@ -119,7 +119,7 @@ func (s *State) Regions() ([]Region, error) {
 	var used []Region
 	for i := range s.region.MaxEntries() {
 		var r Region
-		if err := s.region.Lookup(i, &r); err != nil {
+		if err := s.region.Lookup(i, unsafe.Pointer(&r)); err != nil {
 			return nil, fmt.Errorf("read region %d: %w", i, err)
 		}
 		if r.Key != 0 {
@@ -132,7 +132,7 @@ func (s *State) Regions() ([]Region, error) {
 // Pump is the pump's registers.
 func (s *State) Pump() (*Pump, error) {
 	var p Pump
-	if err := s.pump.Lookup(uint32(0), &p); err != nil {
+	if err := s.pump.Lookup(uint32(0), unsafe.Pointer(&p)); err != nil {
 		return nil, fmt.Errorf("read the pump: %w", err)
 	}
 	return &p, nil
