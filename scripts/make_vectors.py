@@ -14,7 +14,9 @@ A vector is a JSON object:
   port     the receiver's UDP port
   fields   what the frame says, in the names of bpf/mr_wire.h; 64-bit numbers as hex strings
   refuse   instead of fields: why the frame is not taken (docs/wire.md, section 9)
-  answer   for some data frames: the ACK that turning the frame round makes (qpn, ack, frame)
+  trailing bytes at the frame's end that are the link's padding, if there are any
+  answer   for some data frames: the ACK that a receiver configured to send tos makes of it,
+           for a sender with that qpn
 icrc/*.json hold RoCEv2 packets from the IP header on: name, description, packet, icrc.
 """
 import ipaddress
@@ -178,22 +180,24 @@ def ack(v6=False, over=None, **fields):
     return f
 
 
-def good(name, description, f, answer=None):
+def good(name, description, f, answer=None, padding=b""):
     raw = frame(f)
     # What would make a wrong vector is checked here, once more by another route.
     assert len(raw) == (14 + 4 * ("vlan" in f) + (40 if ":" in f["src"] else 20) + 8 + 12
                         + (88 if "ack" in f else 32 + 16 * ("reth" in f) + 8 * ("imm" in f))
                         + len(f.get("payload", "")) // 2), name
-    v = {"name": name, "description": description, "port": f["dport"], "frame": raw.hex(), "fields": f}
+    v = {"name": name, "description": description, "port": f["dport"], "frame": (raw + padding).hex(), "fields": f}
+    if padding:
+        v["trailing"] = len(padding)
     if answer is not None:
         back = dict(f)
         for key in ("data", "reth", "imm", "payload"):
             back.pop(key, None)
         back["src"], back["dst"], back["src_mac"], back["dst_mac"] = f["dst"], f["src"], f["dst_mac"], f["src_mac"]
-        back["tos"], back["ttl"], back["ack"] = f["tos"] & 0xFC | 2, 64, answer
+        back["tos"], back["ttl"], back["ack"] = 26 << 2 | 2, 64, answer
         back["bth"] = {"opcode": ACK, "pkey": 0xFFFF, "qpn": 0x000456, "ackreq": False,
                        "psn": answer["psn_cum"] & 0xFFFFFF}
-        v["answer"] = {"qpn": 0x000456, "ack": answer, "frame": frame(back).hex()}
+        v["answer"] = {"qpn": 0x000456, "tos": 26 << 2 | 2, "ack": answer, "frame": frame(back).hex()}
     save("", v)
 
 
@@ -237,8 +241,10 @@ def writes():
         good(f"write_odd_{fam}", "1023 bytes: odd", write(1023, v6))
         good(f"write_ce_{fam}", "marked by the network; the ACK goes out ECT(0) with a fresh TTL",
              write(100, v6, tos=26 << 2 | 3, ttl=3), answer=ack_fields(ce=1))
-        good(f"write_not_ect_{fam}", "DSCP and ECN bleached on the way; the ACK is ECT(0) again",
+        good(f"write_not_ect_{fam}", "DSCP and ECN bleached on the way; the ACK has its own again",
              write(100, v6, tos=0), answer=ack_fields())
+        good(f"write_padded_{fam}", "six bytes of padding behind the IP packet, which do not count",
+             write(10, v6), answer=ack_fields(), padding=b"\xff" * 6)
         good(f"write_nocsum_{fam}", "checksum: off on both ends: the field is 0", write(512, v6, no_checksum=True),
              answer=ack_fields())
         good(f"write_sum_zero_{fam}", "the sum comes out as 0 and is sent as 0xffff",
@@ -334,18 +340,19 @@ def refusals():
         bad(f"bad_udp_shorter_{fam}", "length", "UDP length one less than the packet's",
             patch(raw, l4 + 4, struct.pack("!H", n - 1)))
         bad(f"bad_udp_zero_{fam}", "length", "UDP length 0", patch(raw, l4 + 4, b"\0\0"))
-        bad(f"bad_tail_{fam}", "length", "two bytes behind the IP packet", raw + b"\0\0")
         bad(f"bad_cut_{fam}", "length", "the last byte is missing", raw[:-1])
     raw = frame(write(64))
     bad("bad_ip_length", "length", "IPv4 length one less than the frame's", patch(raw, 16, struct.pack("!H", 151)))
-    bad("bad_ip_sum", "checksum", "IPv4 header checksum wrong", patch(raw, 24, bytes([raw[24] ^ 1])))
-    bad("bad_truncated_bth", "truncated", "ends in the BTH", raw[:42 + 11])
-    bad("bad_truncated_data", "truncated", "ends in the data header", raw[:42 + 12 + 31])
-    bad("bad_truncated_reth", "truncated", "ends in the RETH", raw[:42 + 12 + 32 + 15])
-    bad("bad_truncated_ack", "truncated", "ends in the ACK", frame(ack())[:42 + 12 + 87])
-    bad("bad_short_write", "truncated", "lengths agree, but there is no RETH where the length field announces one",
-        resum(write(0), lambda b: b[:-16]))
+    bad("bad_ip_length_below_header", "length", "IPv4 length 19", patch(raw, 16, struct.pack("!H", 19)))
+    bad("bad_frame_ends_in_bth", "length", "the frame ends in the BTH", raw[:42 + 11])
     bad("bad_runt", "truncated", "a UDP datagram without a byte", outer(base(), struct.pack("!4H", 49152, PORT, 8, 0)))
+    for f, least, name in ((write(0), 48, "write"), (write(0, imm=(1, 2)), 56, "write_imm"), (probe(), 32, "probe"),
+                           (ack(), 88, "ack")):
+        bad(f"bad_truncated_{name}_bth", "truncated", "lengths agree, the BTH lacks a byte", resum(f, lambda b: b[:11]))
+        bad(f"bad_truncated_{name}", "truncated", "lengths agree, the headers lack a byte",
+            resum(f, lambda b, n=least: b[:12 + n - 1]))
+    bad("bad_opcode_before_truncated", "opcode", "unknown opcode and nothing but a BTH",
+        resum(write(0), lambda b: b"\xff" + b[1:12]))
     for op, name in ((0xC1, "send"), (0xC2, "read_request"), (0xC3, "read_response"), (0xC4, "atomic_request"),
                      (0xC5, "atomic_response"), (0xC6, "c6"), (0xCF, "cf"), (0xD2, "d2"), (0xFF, "ff")):
         bad(f"bad_opcode_{name}", "opcode", f"opcode {op:#x}: reserved or unknown in version 1",
@@ -377,6 +384,8 @@ def refusals():
         resum(probe(), lambda b: patch(b, 15, b"\x11") + bytes(8)))
     bad("bad_ack_payload", "header", "an ACK with 4 bytes behind it", resum(ack(), lambda b: b + bytes(4)))
     bad("bad_ack_ext", "header", "an ACK whose length field says 6", resum(ack(), lambda b: patch(b, 15, b"\x16")))
+    bad("bad_length_before_sum", "length", "a length and the sum wrong: lengths are looked at first",
+        patch(frame(write(64)), 38, b"\x00\x10"))
     bad("bad_payload", "payload", "3073 bytes of payload", frame(write(3073)))
 
 

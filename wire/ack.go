@@ -49,7 +49,7 @@ func (s Syndrome) String() string {
 
 // ACK is the receiver's whole picture of one path and one stream.
 type ACK struct {
-	Path, Gen uint8 // of the packet that it answers
+	Path, Gen uint8 // of the packet that it answers; the receiver's newest generation of that path
 	Flags     uint8
 	Token     uint32 // of the end that the ACK goes to
 	PSeqMax   uint32 // highest pseq arrived on this path and generation
@@ -99,7 +99,10 @@ func (h *ACK) Decode(b []byte) error {
 	if len(b) < ACKLen {
 		return short("ACK", len(b), ACKLen)
 	}
-	if err := checkHeader(OpACK, b[2], int(b[3]>>4), int(b[3]&15)); err != nil {
+	if version := b[3] >> 4; version != Version {
+		return fmt.Errorf("version %d, want %d: %w", version, Version, ErrVersion)
+	}
+	if err := checkFlags(OpACK, b[2], int(b[3]&15)); err != nil {
 		return err
 	}
 	*h = ACK{

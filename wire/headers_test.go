@@ -296,3 +296,26 @@ func TestParse_errorNamesFoundAndWanted(t *testing.T) {
 		t.Errorf("counter %q, want drop_version", r.Counter())
 	}
 }
+
+func TestParse_refusesAWrongIPv4HeaderChecksum(t *testing.T) {
+	p := ack()
+	f, err := p.Append(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f[14+10] ^= 1
+	if _, err := wire.Parse(f, wire.UDPPort); !errors.Is(err, wire.ErrChecksum) {
+		t.Errorf("error %v, want %v", err, wire.ErrChecksum)
+	}
+}
+
+func TestFixChecksums_refusesALengthBeyondTheFrame(t *testing.T) {
+	p := ack()
+	f, err := p.Append(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := wire.FixChecksums(f[:len(f)-1], wire.UDPPort); !errors.Is(err, wire.ErrLength) {
+		t.Errorf("error %v, want %v", err, wire.ErrLength)
+	}
+}

@@ -68,14 +68,6 @@ func extOf(i OpInfo, flags uint8) int {
 	return i.Ext
 }
 
-// checkHeader compares version, flags and length field with the opcode table.
-func checkHeader(o Opcode, flags uint8, version, ext int) error {
-	if version != Version {
-		return fmt.Errorf("version %d, want %d: %w", version, Version, ErrVersion)
-	}
-	return checkFlags(o, flags, ext)
-}
-
 // checkFlags compares flags and length field with the opcode table.
 func checkFlags(o Opcode, flags uint8, ext int) error {
 	i := opcodes[o]

@@ -134,7 +134,9 @@ func (p *Packet) Append(b []byte) ([]byte, error) {
 
 // Turn is the ACK that the receiver of p makes of it by turning the frame round
 // (docs/wire.md, section 7): addresses swapped, ports not, ECT(0), a fresh TTL, all else of
-// the outer headers as it came. qpn is that of the data's sender. p must be a data packet or probe.
+// the outer headers as it came. A receiver sends the DSCP that it was configured with; where
+// that is not p's, set TOS in the result. qpn is that of the data's sender. p must be a data
+// packet or probe.
 func (p *Packet) Turn(qpn uint32, a ACK) Packet {
 	return Packet{
 		SrcMAC: p.DstMAC, DstMAC: p.SrcMAC, VLAN: p.VLAN,

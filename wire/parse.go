@@ -90,8 +90,10 @@ func locate(frame []byte, port uint16) (l Layout, err error) {
 
 // Parse decodes a frame, without frame check sequence, that came in where port is our UDP
 // port. The error wraps the Refusal. ErrNotOurs is for frames that pass to the stack; all
-// others name the first check that failed, in the order of docs/wire.md, section 9. A UDP
-// checksum of 0 is taken and reported in NoChecksum. Payload refers to frame.
+// others name the first check that failed, in the order of docs/wire.md, section 9, as far as a
+// frame alone can show it. It is stricter than a receiver has to be: it also verifies the IPv4
+// header checksum, and the UDP checksum whenever there is one; a checksum of 0 is taken and
+// reported in NoChecksum. Payload refers to frame.
 func Parse(frame []byte, port uint16) (Packet, error) {
 	p, err := parse(frame, port)
 	if err != nil {
@@ -105,27 +107,22 @@ func parse(frame []byte, port uint16) (p Packet, err error) {
 	if err != nil {
 		return p, err
 	}
+	if l.UDPLen < UDPLen || l.UDPLen != l.ipLen || l.UDPLen > len(frame)-l.L4 {
+		return p, fmt.Errorf("UDP length %d, want IP's %d and at most the frame's %d: %w", l.UDPLen, l.ipLen, len(frame)-l.L4, ErrLength)
+	}
+	frame = frame[:l.L4+l.UDPLen] // what follows is the link's padding
 	if err := p.BTH.Decode(frame[l.BTH:]); err != nil {
 		return p, err
 	}
 	if p.BTH.Opcode < OpFirst {
 		return p, notOurs("BTH opcode", uint(p.BTH.Opcode), uint(OpFirst))
 	}
-	// Data header and ACK agree in where the flags, the version and the length field are.
-	version, ext, err := p.Data.Decode(frame[l.Header:])
-	if err != nil {
-		return p, err
-	}
-	body := l.Header + DataLen + 8*ext // where the payload begins
-	if len(frame) < body {
-		return p, short("headers behind the BTH", len(frame)-l.Header, body-l.Header)
-	}
-	if l.UDPLen != l.ipLen || l.UDPLen != len(frame)-l.L4 {
-		return p, fmt.Errorf("UDP length %d, IP payload %d, frame %d bytes, want the same: %w", l.UDPLen, l.ipLen, len(frame)-l.L4, ErrLength)
-	}
 	i, ok := p.BTH.Opcode.Info()
 	if !ok {
 		return p, fmt.Errorf("%v: %w", p.BTH.Opcode, ErrOpcode)
+	}
+	if found, wanted := len(frame)-l.Header, DataLen+8*i.Ext; found < wanted {
+		return p, short("headers behind the BTH", found, wanted)
 	}
 	if l.version == 4 && Fold(Sum(0, frame[l.L3:l.L4])) != 0xffff {
 		return p, fmt.Errorf("IPv4 header checksum %#04x: %w", l.v4.Checksum, ErrChecksum)
@@ -133,7 +130,19 @@ func parse(frame []byte, port uint16) (p Packet, err error) {
 	if l.udp.Checksum != 0 && !UDPVerify(l.src, l.dst, frame[l.L4:]) {
 		return p, fmt.Errorf("UDP checksum %#04x, want %#04x: %w", l.udp.Checksum, UDPChecksum(l.src, l.dst, frame[l.L4:]), ErrChecksum)
 	}
-	if err := checkHeader(p.BTH.Opcode, p.Data.Flags, version, ext); err != nil {
+	// Data header and ACK agree in where the flags, the version and the length field are.
+	version, ext, err := p.Data.Decode(frame[l.Header:])
+	if err != nil {
+		return p, err
+	}
+	if version != Version {
+		return p, fmt.Errorf("version %d, want %d: %w", version, Version, ErrVersion)
+	}
+	body := l.Header + DataLen + 8*extOf(i, p.Data.Flags) // where the payload begins
+	if len(frame) < body {
+		return p, short("headers behind the BTH", len(frame)-l.Header, body-l.Header)
+	}
+	if err := checkFlags(p.BTH.Opcode, p.Data.Flags, ext); err != nil {
 		return p, err
 	}
 	p.Payload = frame[body:]
@@ -188,6 +197,9 @@ func FixLengths(frame []byte, port uint16) error {
 		return err
 	}
 	n := len(frame) - l.L4
+	if n+IPv4Len > 0xffff {
+		return fmt.Errorf("wire: frame of %d bytes: %w", len(frame), ErrLength)
+	}
 	binary.BigEndian.PutUint16(frame[l.L4+4:], uint16(n))
 	if l.version == 4 {
 		binary.BigEndian.PutUint16(frame[l.L3+2:], uint16(n+IPv4Len))
@@ -199,17 +211,20 @@ func FixLengths(frame []byte, port uint16) error {
 
 // FixChecksums writes the right IPv4 header and UDP checksum into a frame whose bytes have
 // been changed, whatever else may be wrong with it. A UDP checksum of 0 becomes a real one.
-// Errors as Locate's.
+// Errors as Locate's, and ErrLength if the UDP length is not one that the frame can hold.
 func FixChecksums(frame []byte, port uint16) error {
 	l, err := Locate(frame, port)
 	if err != nil {
 		return err
+	}
+	if l.UDPLen < UDPLen || l.UDPLen > len(frame)-l.L4 {
+		return fmt.Errorf("wire: UDP length %d, want %d to %d: %w", l.UDPLen, UDPLen, len(frame)-l.L4, ErrLength)
 	}
 	if l.version == 4 {
 		ip := frame[l.L3:l.L4]
 		ip[10], ip[11] = 0, 0
 		binary.BigEndian.PutUint16(ip[10:], Fold(Sum(0, ip))^0xffff)
 	}
-	binary.BigEndian.PutUint16(frame[l.L4+6:], UDPChecksum(l.src, l.dst, frame[l.L4:]))
+	binary.BigEndian.PutUint16(frame[l.L4+6:], UDPChecksum(l.src, l.dst, frame[l.L4:l.L4+l.UDPLen]))
 	return nil
 }

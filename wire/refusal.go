@@ -10,8 +10,8 @@ type Refusal string
 const (
 	// ErrNotOurs: nothing wrong, but another's. It passes to the stack.
 	ErrNotOurs   Refusal = "not ours"
-	ErrTruncated Refusal = "truncated"
 	ErrLength    Refusal = "length"
+	ErrTruncated Refusal = "truncated"
 	ErrOpcode    Refusal = "opcode"
 	ErrChecksum  Refusal = "checksum"
 	ErrVersion   Refusal = "version"

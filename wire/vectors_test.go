@@ -32,10 +32,10 @@ func TestAppend_givesGoldenBytes(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if want := append(prefix, v.Frame...); !bytes.Equal(got, want) {
+			if want := append(prefix, v.Frame[:len(v.Frame)-v.Trailing]...); !bytes.Equal(got, want) {
 				t.Errorf("%s\n got %x\nwant %x", v.Description, got, want)
 			}
-			if got, want := v.Packet.HeaderLen(), len(v.Frame)-len(v.Packet.Payload); got != want {
+			if got, want := v.Packet.HeaderLen(), len(v.Frame)-v.Trailing-len(v.Packet.Payload); got != want {
 				t.Errorf("HeaderLen %d, want %d", got, want)
 			}
 		})
@@ -86,25 +86,41 @@ func TestParse_refusesGoldenFramesForTheirReason(t *testing.T) {
 	}
 }
 
-// Until the UDP header is whole a frame cannot be known to be ours. Then it is truncated as
-// long as what its length field announces does not fit, and after that its lengths disagree.
+// Until the UDP header is whole a frame cannot be known to be ours. From then on it is
+// shorter than its IP header says.
 func TestParse_everyTruncationHasItsReason(t *testing.T) {
 	for _, v := range wiretest.Vectors(t) {
 		if v.Refuse != "" {
 			continue
 		}
 		udpEnd := v.Packet.HeaderLen() - wire.BTHLen - headersBehindBTH(&v.Packet)
-		for n := range v.Frame {
+		for n := range len(v.Frame) - v.Trailing {
 			want := wire.ErrLength
-			switch {
-			case n < udpEnd:
+			if n < udpEnd {
 				want = wire.ErrNotOurs
-			case n < v.Packet.HeaderLen():
-				want = wire.ErrTruncated
 			}
 			// A frame of its own, so that a read beyond its end is a panic.
 			if _, err := wire.Parse(bytes.Clone(v.Frame[:n:n]), v.Port); !errors.Is(err, want) {
 				t.Fatalf("%s cut to %d of %d bytes: error %v, want %v", v.Name, n, len(v.Frame), err, want)
+			}
+		}
+	}
+}
+
+// The same with lengths that agree: what is cut off then are headers or payload.
+func TestParse_everyShortPacketHasItsReason(t *testing.T) {
+	for _, v := range wiretest.Vectors(t) {
+		if v.Refuse != "" || v.Port != wire.UDPPort {
+			continue
+		}
+		udpEnd := v.Packet.HeaderLen() - wire.BTHLen - headersBehindBTH(&v.Packet)
+		for n := udpEnd; n < v.Packet.HeaderLen(); n++ {
+			f := bytes.Clone(v.Frame[:n:n])
+			if err := wire.FixLengths(f, v.Port); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := wire.Parse(f, v.Port); !errors.Is(err, wire.ErrTruncated) {
+				t.Fatalf("%s shortened to %d bytes: error %v, want %v", v.Name, n, err, wire.ErrTruncated)
 			}
 		}
 	}
@@ -132,7 +148,7 @@ func TestParse_noBitTurnsUnnoticed(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		for bit := l.L4 * 8; bit < len(v.Frame)*8; bit++ {
+		for bit := l.L4 * 8; bit < (len(v.Frame)-v.Trailing)*8; bit++ {
 			f := bytes.Clone(v.Frame)
 			f[bit/8] ^= 0x80 >> (bit % 8)
 			if _, err := wire.Parse(f, v.Port); err == nil {
@@ -151,6 +167,10 @@ func TestTurn_givesGoldenAnswer(t *testing.T) {
 		n++
 		t.Run(v.Name, func(t *testing.T) {
 			p := v.Packet.Turn(v.Answer.QPN, v.Answer.ACK)
+			if want := v.Packet.TOS&^wire.ECNMask | wire.ECT0; p.TOS != want {
+				t.Errorf("TOS %#02x, want %#02x", p.TOS, want)
+			}
+			p.TOS = v.Answer.TOS
 			got, err := p.Append(nil)
 			if err != nil {
 				t.Fatal(err)

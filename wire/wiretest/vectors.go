@@ -27,12 +27,14 @@ type Vector struct {
 	Frame             []byte
 	Packet            wire.Packet  // what the frame says, if Refuse is empty
 	Refuse            wire.Refusal // why it is not taken
+	Trailing          int          // bytes at the frame's end that are not the packet's
 	Answer            *Answer      // the ACK that it is turned into, where the vector tells
 }
 
 // Answer is the ACK that a data frame is turned into.
 type Answer struct {
 	QPN   uint32 // of the data's sender
+	TOS   uint8  // that the receiver sends
 	ACK   wire.ACK
 	Frame []byte
 }
@@ -243,8 +245,10 @@ func decode(b []byte) (Vector, error) {
 		Frame             hexBytes
 		Fields            *fieldsJSON
 		Refuse            string
+		Trailing          int
 		Answer            *struct {
 			QPN   uint32
+			TOS   uint8
 			ACK   ackJSON
 			Frame hexBytes
 		}
@@ -254,7 +258,7 @@ func decode(b []byte) (Vector, error) {
 	}
 	v := Vector{
 		Name: j.Name, Description: j.Description, Port: j.Port, Frame: j.Frame,
-		Refuse: wire.Refusal(j.Refuse),
+		Refuse: wire.Refusal(j.Refuse), Trailing: j.Trailing,
 	}
 	if (j.Fields == nil) == (j.Refuse == "") {
 		return v, errors.New("want either fields or refuse")
@@ -263,7 +267,7 @@ func decode(b []byte) (Vector, error) {
 		v.Packet = j.Fields.packet()
 	}
 	if j.Answer != nil {
-		v.Answer = &Answer{QPN: j.Answer.QPN, ACK: j.Answer.ACK.ack(), Frame: j.Answer.Frame}
+		v.Answer = &Answer{QPN: j.Answer.QPN, TOS: j.Answer.TOS, ACK: j.Answer.ACK.ack(), Frame: j.Answer.Frame}
 	}
 	return v, nil
 }
