@@ -20,7 +20,7 @@ GO ?= go
 MODULE := github.com/metaroce/metaroce
 # Packages whose tests load BPF programs or make namespaces: one at a time, as root.
 LAB_PATTERN := ^$(MODULE)/(bpf|loader|transport/xdp|fabric/lab|e2e|cmd|bench)(/|$$)
-LAB_TIMEOUT ?= 6m
+LAB_TIMEOUT ?= 10m
 LAB_FLAGS ?= -shuffle=on
 UNIT_FLAGS ?= -race -shuffle=on
 UNIT_TIMEOUT ?= 4m
