@@ -133,15 +133,14 @@ func (p *Packet) Append(b []byte) ([]byte, error) {
 }
 
 // Turn is the ACK that the receiver of p makes of it by turning the frame round
-// (docs/wire.md, section 7): addresses swapped, ports not, ECT(0), a fresh TTL, all else of
-// the outer headers as it came. A receiver sends the DSCP that it was configured with; where
-// that is not p's, set TOS in the result. qpn is that of the data's sender. p must be a data
-// packet or probe.
-func (p *Packet) Turn(qpn uint32, a ACK) Packet {
+// (docs/wire.md, section 7): addresses swapped, ports not, a fresh TTL, all else of the outer
+// headers as it came. tos is what the receiver was configured to send, its ECN field ECT(0);
+// qpn is that of the data's sender. p must be a data packet or probe.
+func (p *Packet) Turn(qpn uint32, tos uint8, a ACK) Packet {
 	return Packet{
 		SrcMAC: p.DstMAC, DstMAC: p.SrcMAC, VLAN: p.VLAN,
 		Src: p.Dst, Dst: p.Src,
-		TOS: p.TOS&^ECNMask | ECT0, TTL: DefaultTTL,
+		TOS: tos&^ECNMask | ECT0, TTL: DefaultTTL,
 		ID: p.ID, IPFlags: p.IPFlags, FlowLabel: p.FlowLabel,
 		Sport: p.Sport, Dport: p.Dport, NoChecksum: p.NoChecksum,
 		BTH: BTH{Opcode: OpACK, PKey: DefaultPKey, QPN: qpn, PSN: a.PSNCum & PSNMask24},
