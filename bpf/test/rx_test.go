@@ -101,7 +101,7 @@ func TestRxAckIsTheFrameTurnedRound(t *testing.T) {
 			if p.TOS&3 == 3 {
 				a.CE = 1
 			}
-			want := p.Turn(peerQPN, 26<<2|wire.ECT0, a)
+			want := p.Turn(peerQPN, a)
 			if d := cmp.Diff(want, *got, cmp.Comparer(bytes.Equal), cmp.Comparer(func(a, b netip.Addr) bool { return a == b })); d != "" {
 				t.Errorf("ACK differs (-want +got):\n%s", d)
 			}
@@ -379,14 +379,14 @@ func TestRxForeignPacketsPassUntouched(t *testing.T) {
 	good := w.frame(w.write(0, nil))
 	edit := func(f func(b []byte)) []byte { b := bytes.Clone(good); f(b); return b }
 	for name, b := range map[string][]byte{
-		"ARP":               edit(func(b []byte) { b[12], b[13] = 8, 6 }),
-		"TCP":               edit(func(b []byte) { b[23] = 6 }),
-		"other UDP port":    edit(func(b []byte) { b[37]++ }),
-		"first fragment":    edit(func(b []byte) { b[20] |= 0x20 }),
-		"later fragment":    edit(func(b []byte) { b[21] = 9 }),
-		"IPv4 options":      edit(func(b []byte) { b[14] = 0x46 }),
+		"ARP":                edit(func(b []byte) { b[12], b[13] = 8, 6 }),
+		"TCP":                edit(func(b []byte) { b[23] = 6 }),
+		"other UDP port":     edit(func(b []byte) { b[37]++ }),
+		"first fragment":     edit(func(b []byte) { b[20] |= 0x20 }),
+		"later fragment":     edit(func(b []byte) { b[21] = 9 }),
+		"IPv4 options":       edit(func(b []byte) { b[14] = 0x46 }),
 		"RoCEv2 on our port": edit(func(b []byte) { b[42] = 0x0a }),
-		"bare Ethernet":     good[:14],
+		"bare Ethernet":      good[:14],
 	} {
 		t.Run(name, func(t *testing.T) {
 			moved := w.counted(func() {
