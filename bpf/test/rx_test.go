@@ -101,7 +101,7 @@ func TestRxAckIsTheFrameTurnedRound(t *testing.T) {
 			if p.TOS&3 == 3 {
 				a.CE = 1
 			}
-			want := p.Turn(peerQPN, a)
+			want := p.Turn(peerQPN, 26<<2|wire.ECT0, a)
 			if d := cmp.Diff(want, *got, cmp.Comparer(bytes.Equal), cmp.Comparer(func(a, b netip.Addr) bool { return a == b })); d != "" {
 				t.Errorf("ACK differs (-want +got):\n%s", d)
 			}
