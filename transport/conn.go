@@ -257,18 +257,19 @@ func (q *queue) take(into []Completion) (n int, ended bool) {
 	return n, c.over && q.polled == q.posted
 }
 
-// done asks the engine for request i. After a request that failed there are no
-// results until finish has flushed the rest.
+// done asks the engine for request i. After a request that failed, and after
+// the engine has given the connection up, finish gives the results.
 func (q *queue) done(i uint32) (core.Received, bool) {
 	c := q.conn
 	if q == &c.recv {
-		return c.ec.RecvDone(i)
+		r, ok := c.ec.RecvDone(i)
+		return r, ok && r.Status != core.StatusFlushed
 	}
 	if c.failure != nil {
 		return core.Received{}, false
 	}
 	status, ok := c.ec.SendDone(i)
-	if !ok {
+	if !ok || ended(status) {
 		return core.Received{}, false
 	}
 	s := &q.slots[i%core.SQDepth]
@@ -280,6 +281,12 @@ func (q *queue) done(i uint32) (core.Received, bool) {
 		go c.finish(c.failure)
 	}
 	return core.Received{Status: status, Length: s.length}, true
+}
+
+// ended says of a status that it tells of the end of the connection and not of
+// the request.
+func ended(s core.Status) bool {
+	return s == core.StatusFlushed || s == core.StatusRetryExceeded
 }
 
 // arm asks for an event when the oldest request is complete.
@@ -304,8 +311,12 @@ func (c *Conn) finish(err error) {
 		c.ec.Fail(err) // nothing completes or arrives from here on
 		c.mu.Lock()
 		c.settle(err)
-		if c.failure != nil && err != error(c.failure) {
-			err = &RequestError{WRID: c.failure.WRID, Op: c.failure.Op, Status: c.failure.Status, Err: err}
+		if f := c.failure; f != nil {
+			reason := c.ec.Err() // the first that the engine was told or found
+			if reason == error(f) {
+				reason = nil
+			}
+			err = &RequestError{WRID: f.WRID, Op: f.Op, Status: f.Status, Err: reason}
 		}
 		c.err, c.refuse, c.over = err, err, true
 		c.mu.Unlock()
@@ -351,7 +362,7 @@ func (c *Conn) settle(err error) {
 			s.result = core.Received{Length: s.length}
 		} else {
 			s.result.Status, flushing = status, true
-			if status != core.StatusFlushed && status != core.StatusRetryExceeded {
+			if !ended(status) {
 				c.failure = &RequestError{WRID: s.wrID, Op: s.op, Status: status}
 			}
 		}

@@ -248,12 +248,21 @@ func (c *fakeConn) PostRecv(n uint32) {
 func (c *fakeConn) SendDone(msn uint32) (core.Status, bool) {
 	defer c.enter("SendDone")()
 	s, ok := c.sends[msn]
-	return s, ok
+	if ok || c.err == nil {
+		return s, ok
+	}
+	if msn == c.head && errors.As(c.err, new(*core.RetryExceededError)) {
+		return core.StatusRetryExceeded, true
+	}
+	return core.StatusFlushed, true
 }
 
 func (c *fakeConn) RecvDone(n uint32) (core.Received, bool) {
 	defer c.enter("RecvDone")()
 	r, ok := c.recvs[n]
+	if !ok && c.err != nil {
+		return core.Received{Status: core.StatusFlushed}, true
+	}
 	return r, ok
 }
 
