@@ -504,6 +504,7 @@ func TestTxBrakeOnAMark(t *testing.T) {
 		w.emit()
 	}
 	w.control(loader.Ctl{Op: loader.CtlPath, Cwnd: 64, Pace: 800})
+	w.change(func(c *loader.Conn) { c.Tx[0].SrttNs = 1 << 30 }) // both marks within a round trip
 	w.deliver(w.ack(w.psn0+1, w.psn0+2, func(p *wire.Packet) { p.ACK.CE = 1 }))
 	w.deliver(w.ack(w.psn0+2, w.psn0+3, func(p *wire.Packet) { p.ACK.CE = 3 })) // within the same round trip
 	c := w.conn()
