@@ -190,8 +190,8 @@ func TestIdleConnectionNoticesADeadPeer(t *testing.T) {
 	for r.fails == 0 && r.nowNs-start < 20*sec {
 		r.tick(max(r.p.dueNs-r.nowNs, us))
 	}
-	if took := r.nowNs - start; r.fails != 1 || took < 2*sec || took > 13*sec {
-		t.Errorf("%d failures after %v, want one within a keepalive and the retry time", r.fails, time.Duration(took))
+	if took := r.nowNs - start; r.fails != 1 || took < 7*sec || took > 7300*ms {
+		t.Errorf("%d failures after %v, want one 2 s after the keepalive that was due after 5 s", r.fails, time.Duration(took))
 	}
 }
 
@@ -322,6 +322,45 @@ func TestSuspectPathComesBackWhenAProbeReturns(t *testing.T) {
 	}
 	if r.fails != 0 {
 		t.Errorf("failed: %v", r.seen.Fail)
+	}
+	if r.s.ProbeOn>>2&1 != 0 {
+		t.Error("probed again although it just answered")
+	}
+}
+
+// TestWorkHurriesIdleProbes: a path that was asked rarely while the connection was
+// idle is asked often again once there is something to send.
+func TestWorkHurriesIdleProbes(t *testing.T) {
+	r := newRig(t, 4)
+	r.up[0] = false
+	r.runFor(200 * sec)
+	if r.s.Paths[0].State != PathSuspect {
+		t.Fatalf("path 0 is %v, want suspect", r.s.Paths[0].State)
+	}
+	r.up[0] = true
+	took := r.runUntil(sec, func() bool {
+		r.s.PsnNext++
+		r.s.Paths[1].Acks++
+		return r.s.Paths[0].State == PathActive
+	})
+	if took > 105*ms {
+		t.Errorf("back after %v, want at most 105ms", time.Duration(took))
+	}
+}
+
+func TestDownPathForgetsItsProbes(t *testing.T) {
+	r := newRig(t, 2)
+	r.send(0, 4)
+	r.up[0] = false
+	r.runUntil(10*ms, func() bool { return r.probes[0] == 3 })
+	r.s.Paths[0].State = PathDown
+	r.runFor(100 * ms)
+	r.s.Paths[0].State = PathActive
+	r.send(0, 4)
+	r.forget()
+	r.runFor(3 * ms)
+	if len(r.seen.States)+len(r.seen.Timeouts) != 0 {
+		t.Errorf("blamed for probes before it was down: %+v", r.seen)
 	}
 }
 
@@ -480,6 +519,39 @@ func TestPumpThatCannotSendDoesNotCount(t *testing.T) {
 	}
 }
 
+func TestPumpThatStopsAfterSilenceDoesNotCount(t *testing.T) {
+	r := newRig(t, 2)
+	r.send(0, 10)
+	clear(r.up)
+	for range 500 {
+		r.tick(ms)
+	}
+	r.pump = false
+	for range 5000 {
+		r.tick(ms)
+	}
+	if r.fails != 0 {
+		t.Errorf("failed after half a second of silence and a pump that did not run: %v", r.seen.Fail)
+	}
+}
+
+func TestLateSentProbeGetsItsFullTime(t *testing.T) {
+	r := newRig(t, 2)
+	r.send(0, 10)
+	r.up[0] = false
+	r.pump = false
+	for range 50 {
+		r.tick(ms)
+	}
+	if r.probes[0] != 1 {
+		t.Fatalf("%d probes ordered while the pump does not send, want 1", r.probes[0])
+	}
+	r.pump = true
+	if r.tick(ms / 2); r.probes[0] != 1 {
+		t.Error("counted as unanswered half a millisecond after it left")
+	}
+}
+
 // TestSleepingPumpCounts: between probes the pump has nothing to do and sleeps.
 func TestSleepingPumpCounts(t *testing.T) {
 	r := newRig(t, 2)
@@ -527,6 +599,8 @@ func TestWaitingForCreditProbesWithBackOff(t *testing.T) {
 			t.Fatalf("gaps between probes %v ms, want %v", gaps, want)
 		}
 	}
+	r.s.Credit++ // and used up at once
+	r.runUntil(5*ms, func() bool { return r.p.act.Probe != 0 })
 	r.s.NoCredit = false
 	r.s.MsnNext = r.s.SqTail
 	r.tick(ms)
