@@ -39,7 +39,10 @@ static __always_inline int mr_ctl_main(struct xdp_md *ctx)
 	c = bpf_map_lookup_elem(&mr_conn, &slot);
 	if (!c || c->qpn != cmd->qpn)
 		return MR_CTL_NO_CONN;
-	p = &c->tx[path & (MR_MAX_PATHS - 1)];
+	/* 6.1 forgets the comparison above when the register is spilled */
+	MR_OPAQUE(path);
+	path &= MR_MAX_PATHS - 1;
+	p = &c->tx[path];
 
 	bpf_spin_lock(&c->lock);
 	switch (op) {
