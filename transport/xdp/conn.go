@@ -35,7 +35,7 @@ type Conn struct {
 	pages *ebpf.Map
 
 	done   atomic.Uint32 // requests that SendDone has reported as successful
-	over   atomic.Bool   // Fail was called: what is not complete never will be
+	over   atomic.Bool   // failed or closed: the control loop leaves it alone
 	events chan struct{}
 	failed chan struct{}
 
@@ -305,15 +305,15 @@ func (c *Conn) sendComplete(msn uint32) bool {
 }
 
 // SendDone says whether request msn is complete, and how. Requests are to be asked about in the
-// order of their numbers: the first one that fails has the status that says why, those behind it
-// are flushed.
+// order of their numbers: the first one that was refused has the status that says why, and its
+// connection fails. Those behind it never complete; nor does any other that was not acknowledged
+// before Fail.
 func (c *Conn) SendDone(msn uint32) (core.Status, bool) {
 	c.use.RLock()
 	defer c.use.RUnlock()
 	if c.q == nil {
-		return core.StatusFlushed, true
+		return core.StatusFlushed, false
 	}
-	over := c.over.Load() // before looking: what completes later cannot
 	if c.sendComplete(msn) {
 		if !after(c.done.Load(), msn) {
 			c.done.Store(msn + 1)
@@ -325,12 +325,6 @@ func (c *Conn) SendDone(msn uint32) (core.Status, bool) {
 			c.Fail(err)
 			return err.Status, true
 		}
-		if over && errors.As(c.Err(), new(*core.RetryExceededError)) {
-			return core.StatusRetryExceeded, true
-		}
-	}
-	if over {
-		return core.StatusFlushed, true
 	}
 	return core.StatusSuccess, false
 }
@@ -348,20 +342,18 @@ func (c *Conn) verdict(msn uint32) *RequestError {
 	return nil
 }
 
-// RecvDone says whether receive n is complete, and with what. One that a failed connection will
-// never complete is flushed.
+// RecvDone says whether receive n is complete, and with what.
 func (c *Conn) RecvDone(n uint32) (core.Received, bool) {
 	c.use.RLock()
 	defer c.use.RUnlock()
 	if c.q == nil {
-		return core.Received{Status: core.StatusFlushed}, true
+		return core.Received{Status: core.StatusFlushed}, false
 	}
-	over := c.over.Load()
 	r := &c.q.Rcq[n%core.RQDepth]
-	if atomic.LoadUint64(&r.Valid) == validWord(n) && after(atomic.LoadUint32(&c.q.RxCum), atomic.LoadUint32(&r.Psn)) {
-		return core.Received{Imm: atomic.LoadUint32(&r.Imm), Length: atomic.LoadUint32(&r.Len)}, true
+	if atomic.LoadUint64(&r.Valid) != validWord(n) || !after(atomic.LoadUint32(&c.q.RxCum), atomic.LoadUint32(&r.Psn)) {
+		return core.Received{}, false
 	}
-	return core.Received{Status: core.StatusFlushed}, over
+	return core.Received{Imm: atomic.LoadUint32(&r.Imm), Length: atomic.LoadUint32(&r.Len)}, true
 }
 
 // ArmSend asks for one event when request msn completes. The caller looks again after it.

@@ -39,7 +39,7 @@ const (
 	// minNap is the shortest wait worth a sleep: timers are no more exact, and waking costs as much.
 	minNap = 100 * time.Microsecond
 
-	// stuckNap bounds a sleep while the ready ring is not empty and nothing says why.
+	// stuckNap bounds a sleep while connections are ready.
 	stuckNap = time.Millisecond
 
 	// frameOverhead is the largest frame's headers: Ethernet, VLAN tag, IPv6, UDP, BTH, data
@@ -86,7 +86,8 @@ func (o outlook) nap() (d int64, sleep bool) {
 			// mr_tx names the paced connection that it met last; another one may be due earlier.
 			d = min(d, int64(2*minNap))
 		}
-		return d, true
+		// An ACK or a new pace does not wake the pump for a connection that is ready already.
+		return min(d, int64(stuckNap)), true
 	case o.paced != 0 || o.now-o.lastSent < o.spin:
 		return 0, false
 	case o.ready > 0:
