@@ -54,9 +54,9 @@ static __always_inline __u32 lab_classify(const struct mr_bth *bth, void *end)
 	}
 }
 
-/* Fills `pkt`; a packet that is cut short is simply less than it claims to be. */
-static __always_inline void lab_parse(struct ethhdr *eth, void *end, __u32 udp_port, __u64 seed,
-				      struct lab_pkt *pkt)
+/* Fills `pkt`, the hash only if asked to; a packet that is cut short is simply less than it claims to be. */
+static __always_inline void lab_parse(struct ethhdr *eth, void *end, __u32 udp_port, bool hash,
+				      __u64 seed, struct lab_pkt *pkt)
 {
 	__be16 proto = eth->h_proto;
 	void *l3 = eth + 1, *l4;
@@ -110,7 +110,8 @@ static __always_inline void lab_parse(struct ethhdr *eth, void *end, __u32 udp_p
 		if (l4_proto == IPPROTO_UDP && ports[1] == bpf_htons(udp_port))
 			pkt->class = lab_classify(l4 + sizeof(struct udphdr), end);
 	}
-	pkt->hash = lab_mix(lab_mix(flow ^ seed) ^ tuple);
+	if (hash)
+		pkt->hash = lab_mix(lab_mix(flow ^ seed) ^ tuple);
 }
 
 /* Is this packet ECN-capable (RFC 3168)? */

@@ -226,7 +226,7 @@ int mr_lab_switch(struct xdp_md *ctx)
 	if (plane->flags) {
 		struct lab_pkt pkt;
 
-		lab_parse(eth, end, lab_udp_port, lab_hash_seed, &pkt);
+		lab_parse(eth, end, lab_udp_port, lab_spines > 1, lab_hash_seed, &pkt);
 		if (!pkt.version)
 			goto forward;
 		if (plane->flags & (LAB_P_FAULT | LAB_P_RULES)) {

@@ -141,10 +141,12 @@ func newLabStatusCommand() *cobra.Command {
 				}
 			}
 			labs := []*lab.Status{}
+			var errs []error // of one lab, which must not hide the others
 			for _, name := range names {
 				status, err := labStatus(name)
 				if err != nil {
-					return err
+					errs = append(errs, err)
+					continue
 				}
 				labs = append(labs, status)
 			}
@@ -152,14 +154,12 @@ func newLabStatusCommand() *cobra.Command {
 			if asJSON {
 				encoder := json.NewEncoder(out)
 				encoder.SetIndent("", "  ")
-				return encoder.Encode(labs)
+				return errors.Join(append(errs, encoder.Encode(labs))...)
 			}
 			for _, status := range labs {
-				if err := printLab(out, status); err != nil {
-					return err
-				}
+				errs = append(errs, printLab(out, status))
 			}
-			return nil
+			return errors.Join(errs...)
 		},
 	}
 	addLabName(command, &name)

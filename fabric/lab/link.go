@@ -42,7 +42,15 @@ func setOffload(ifname string, command uint32, on bool) error {
 
 // setThreaded moves an interface's NAPI polling into kernel threads.
 func setThreaded(ifname string) error {
-	return writeNetSysfs(ifname+"/threaded", "1")
+	file, err := openNetSysfs(ifname+"/threaded", unix.O_WRONLY)
+	if err != nil {
+		return fmt.Errorf("interface %s: threaded NAPI: %w", ifname, err)
+	}
+	defer file.Close()
+	if _, err := file.WriteString("1"); err != nil {
+		return fmt.Errorf("interface %s: threaded NAPI: %w", ifname, err)
+	}
+	return nil
 }
 
 // setSysctl writes a network sysctl of the calling thread's namespace. Where the

@@ -104,30 +104,26 @@ func inNetNS(name string, fn func() error) error {
 	return fn()
 }
 
-// writeNetSysfs writes a file of the calling thread's network namespace below
+// openNetSysfs opens a file of the calling thread's network namespace below
 // /sys/class/net. The mounted /sys shows the namespace it was mounted in, so that a
 // private mount, seen by nobody else, is made.
-func writeNetSysfs(file, value string) error {
+func openNetSysfs(file string, flags int) (*os.File, error) {
 	fsFD, err := unix.Fsopen("sysfs", unix.FSOPEN_CLOEXEC)
 	if err != nil {
-		return fmt.Errorf("sysfs: %w", err)
+		return nil, fmt.Errorf("sysfs: %w", err)
 	}
 	defer unix.Close(fsFD)
 	if err := unix.FsconfigCreate(fsFD); err != nil {
-		return fmt.Errorf("sysfs: %w", err)
+		return nil, fmt.Errorf("sysfs: %w", err)
 	}
 	root, err := unix.Fsmount(fsFD, unix.FSMOUNT_CLOEXEC, 0)
 	if err != nil {
-		return fmt.Errorf("sysfs: %w", err)
+		return nil, fmt.Errorf("sysfs: %w", err)
 	}
 	defer unix.Close(root)
-	fd, err := unix.Openat(root, "class/net/"+file, unix.O_WRONLY|unix.O_CLOEXEC, 0)
+	fd, err := unix.Openat(root, "class/net/"+file, flags|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return fmt.Errorf("sysfs class/net/%s: %w", file, err)
+		return nil, fmt.Errorf("sysfs class/net/%s: %w", file, err)
 	}
-	defer unix.Close(fd)
-	if _, err := unix.Write(fd, []byte(value)); err != nil {
-		return fmt.Errorf("sysfs class/net/%s: write %q: %w", file, value, err)
-	}
-	return nil
+	return os.NewFile(uintptr(fd), file), nil
 }
