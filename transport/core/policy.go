@@ -79,7 +79,6 @@ type pathPolicy struct {
 	last       PathSnapshot
 	quietNs    int64 // clockNs since when nothing was heard with data under way
 	probing    bool  // a probe was ordered and is neither answered nor given up
-	sent       bool  // ... and left
 	deadlineNs int64 // clockNs when it counts as unanswered
 	unanswered int   // probes in a row
 	timeouts   uint32
@@ -218,7 +217,6 @@ func (p *Policy) watch(i int, s *PathSnapshot, pending, hurry bool) {
 		// Not the peer's fault: it has not been asked yet.
 		pp.deadlineNs = p.clockNs + p.probeWait(i, s, hurry)
 	case pp.probing:
-		pp.sent = true
 		// A wait that was chosen while nothing was to be sent may be long.
 		pp.deadlineNs = min(pp.deadlineNs, p.clockNs+p.probeWait(i, s, hurry))
 		if p.clockNs >= pp.deadlineNs {
@@ -269,7 +267,7 @@ func (p *Policy) probe(i int, s *PathSnapshot, hurry bool) {
 	if pp.probing || s.State == PathDown {
 		return
 	}
-	pp.probing, pp.sent = true, false
+	pp.probing = true
 	pp.deadlineNs = p.clockNs + p.probeWait(i, s, hurry)
 	p.act.Probe |= 1 << i
 }
@@ -377,18 +375,13 @@ func (p *Policy) retry(nowNs, dtNs int64, s *Snapshot, pumpRan, waiting, heard b
 		up = up || s.Paths[i].State != PathDown
 	}
 	for i := range s.Paths {
-		pp := &p.paths[i]
 		// On an idle connection a dead plane says nothing about the peer as long as
 		// other paths are there to be asked.
-		if (pp.unanswered > 0 || pp.probing && pp.sent) && (waiting || !active || s.Paths[i].State == PathActive) {
+		if p.paths[i].unanswered > 0 && (waiting || !active || s.Paths[i].State == PathActive) {
 			asked = true
 		}
 	}
-	if !asked && (up || !waiting) {
-		p.retryNs = 0
-		return
-	}
-	if !pumpRan && s.ProbeOn != 0 {
+	if !asked && (up || !waiting) || !pumpRan && s.ProbeOn != 0 {
 		return
 	}
 	p.retryNs += dtNs

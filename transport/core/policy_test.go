@@ -193,6 +193,11 @@ func TestIdleConnectionNoticesADeadPeer(t *testing.T) {
 	if took := r.nowNs - start; r.fails != 1 || took < 7*sec || took > 7300*ms {
 		t.Errorf("%d failures after %v, want one 2 s after the keepalive that was due after 5 s", r.fails, time.Duration(took))
 	}
+	for i, n := range r.probes {
+		if n < 15 {
+			t.Errorf("path %d was asked %d times before, want one each 100 ms", i, n)
+		}
+	}
 }
 
 func TestIdleConnectionOutlivesADeadPlane(t *testing.T) {
@@ -361,6 +366,9 @@ func TestDownPathForgetsItsProbes(t *testing.T) {
 	r.runFor(3 * ms)
 	if len(r.seen.States)+len(r.seen.Timeouts) != 0 {
 		t.Errorf("blamed for probes before it was down: %+v", r.seen)
+	}
+	if r.probes[0] != 2 {
+		t.Errorf("%d probes in its first 3 ms, want 2: the back-off begins anew", r.probes[0])
 	}
 }
 
