@@ -346,6 +346,8 @@ def refusals():
     bad("bad_ip_length_below_header", "length", "IPv4 length 19", patch(raw, 16, struct.pack("!H", 19)))
     bad("bad_frame_ends_in_bth", "length", "the frame ends in the BTH", raw[:42 + 11])
     bad("bad_runt", "truncated", "a UDP datagram without a byte", outer(base(), struct.pack("!4H", 49152, PORT, 8, 0)))
+    bad("bad_udp_4", "truncated", "UDP length 4, as IP says",
+        patch(outer(base(no_checksum=True), struct.pack("!4H", 49152, PORT, 4, 0)), 16, struct.pack("!H", 24)))
     for f, least, name in ((write(0), 48, "write"), (write(0, imm=(1, 2)), 56, "write_imm"), (probe(), 32, "probe"),
                            (ack(), 88, "ack")):
         bad(f"bad_truncated_{name}_bth", "truncated", "lengths agree, the BTH lacks a byte", resum(f, lambda b: b[:11]))

@@ -107,8 +107,11 @@ func parse(frame []byte, port uint16) (p Packet, err error) {
 	if err != nil {
 		return p, err
 	}
-	if l.UDPLen < UDPLen || l.UDPLen != l.ipLen || l.UDPLen > len(frame)-l.L4 {
+	if l.UDPLen != l.ipLen || l.UDPLen > len(frame)-l.L4 {
 		return p, fmt.Errorf("UDP length %d, want IP's %d and at most the frame's %d: %w", l.UDPLen, l.ipLen, len(frame)-l.L4, ErrLength)
+	}
+	if l.UDPLen < UDPLen+BTHLen {
+		return p, short("UDP datagram", l.UDPLen, UDPLen+BTHLen)
 	}
 	frame = frame[:l.L4+l.UDPLen] // what follows is the link's padding
 	if err := p.BTH.Decode(frame[l.BTH:]); err != nil {
