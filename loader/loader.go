@@ -133,6 +133,11 @@ func Load(ctx context.Context, opts Options) (_ *Objects, err error) {
 	if err := probeFeatures(); err != nil {
 		return nil, err
 	}
+	if opts.Generic {
+		for _, itf := range o.Interfaces {
+			warnIfCannotSend(o.log, itf)
+		}
+	}
 	if err := ensureBPFFS(o.log); err != nil {
 		return nil, err
 	}

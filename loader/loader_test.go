@@ -4,9 +4,11 @@ package loader
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -666,6 +668,71 @@ func TestCanceledContextLoadsNothing(t *testing.T) {
 	cancel()
 	_, err := Load(ctx, Options{Interfaces: []string{planeA}})
 	wantError(t, err, context.Canceled, planeA)
+	wantNothingLeft(t, nl)
+}
+
+func TestGenericModeWarnsWhenTheDriverCannotSend(t *testing.T) {
+	nl := inNetns(t)
+	l, err := nl.LinkByName("lo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := xdpFeatures(l.Attrs().Index); err != nil {
+		t.Skipf("this kernel does not tell: %v", err)
+	}
+	var out bytes.Buffer
+	mustLoad(t, Options{Interfaces: []string{"lo"}, Generic: true, Logger: slog.New(slog.NewTextHandler(&out, nil))})
+	if s := out.String(); !strings.Contains(s, "level=WARN") || !strings.Contains(s, "interface=lo") {
+		t.Errorf("log is %q, want a warning that names lo", s)
+	}
+}
+
+func TestCloseSucceedsWhenTheInterfacesAreGone(t *testing.T) {
+	nl := inNetns(t)
+	o := mustLoad(t, Options{Interfaces: []string{planeA}})
+	for _, name := range []string{planeA, o.Parked.Name} {
+		l, err := nl.LinkByName(name)
+		if err == nil {
+			err = nl.LinkDel(l)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := o.Close(); err != nil {
+		t.Errorf("Close: %v", err)
+	}
+	if _, err := os.Lstat(o.PinDir); err == nil {
+		t.Errorf("%s is still there", o.PinDir)
+	}
+}
+
+func TestCloseWorksFromAnotherNetworkNamespace(t *testing.T) {
+	nl := inNetns(t)
+	o := mustLoad(t, Options{Interfaces: []string{planeA}})
+	// A goroutine of its own: another thread, in the namespace that the process started in.
+	done := make(chan error)
+	go func() { done <- o.Close() }()
+	if err := <-done; err != nil {
+		t.Errorf("Close: %v", err)
+	}
+	wantNothingLeft(t, nl)
+}
+
+func TestLoadGivesUpWaitingForAnotherLoadWhenItsContextEnds(t *testing.T) {
+	nl := inNetns(t)
+	if err := os.MkdirAll(runRoot, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	release, err := lockRunRoot(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Millisecond)
+	defer cancel()
+	_, err = Load(ctx, Options{Interfaces: []string{planeA}})
+	release()
+	wantError(t, err, context.DeadlineExceeded, runRoot)
 	wantNothingLeft(t, nl)
 }
 
