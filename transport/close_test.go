@@ -156,6 +156,24 @@ func TestPeersUndeliverableWritesDoNotKeepCloseFromConfirming(t *testing.T) {
 	}
 }
 
+func TestCloseTellsOfWritesLostToThePeersClose(t *testing.T) {
+	x := newBench(t)
+	if err := x.a.PostWriteImm(WriteRequest{WRID: 1}, 0); err != nil { // b posts no receive
+		t.Fatal(err)
+	}
+	closed := make(chan error, 1)
+	go func() { closed <- x.a.Close(testCtx(t)) }()
+	eventually(t, "a is closing", func() bool { return errors.Is(x.a.PostRecv(1), ErrClosed) })
+	ctx, cancel := context.WithTimeout(context.Background(), 100*time.Millisecond)
+	defer cancel()
+	if err := x.b.Close(ctx); err != nil && !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("b's Close says %v, want nil, or its time over on a slow machine", err)
+	}
+	if err := <-closed; !errors.Is(err, ErrPeerClosed) || !strings.Contains(err.Error(), "1 writes not delivered") {
+		t.Errorf("a's Close says %v, want that a write was not delivered", err)
+	}
+}
+
 func TestBothEndsMayCloseAtOnce(t *testing.T) {
 	f := newFabric(t)
 	da, _ := newTestDevice(t, f)

@@ -47,6 +47,7 @@ type Conn struct {
 	over    bool          // ec must not be touched; all results are in the queues
 	failure *RequestError // the request that failed, if any
 	err     error         // why the connection is over
+	lost    int           // writes that were flushed when it ended
 	hand    handshake     // closing
 }
 
@@ -68,6 +69,14 @@ type slot struct {
 	result core.Received // once the connection is over
 }
 
+// free lets go of the request's memory.
+func (s *slot) free() {
+	if s.mem != nil {
+		s.mem.unhold()
+		s.mem = nil
+	}
+}
+
 // Both queues use the same array of slots.
 const _ = uint(core.SQDepth-core.RQDepth) + uint(core.RQDepth-core.SQDepth)
 
@@ -76,12 +85,11 @@ type ConnOption func(*connOptions)
 
 type connOptions struct{ send, recv *CQ }
 
-// WithSendCQ completes the connection's writes in q, which must be of the same
-// device.
+// WithSendCQ completes the connection's writes in q.
 func WithSendCQ(q *CQ) ConnOption { return func(o *connOptions) { o.send = q } }
 
-// WithRecvCQ completes the connection's receives in q, which must be of the same
-// device. It may be that of WithSendCQ.
+// WithRecvCQ completes the connection's receives in q, which may be that of
+// WithSendCQ.
 func WithRecvCQ(q *CQ) ConnOption { return func(o *connOptions) { o.recv = q } }
 
 // newConn makes a connection of a started ec. Its caller calls watch or finish.
@@ -248,10 +256,7 @@ func (q *queue) take(into []Completion) (n int, ended bool) {
 			}
 		}
 		into[n] = Completion{WRID: s.wrID, Op: s.op, Status: r.Status, Length: r.Length, Imm: r.Imm, Conn: c}
-		if s.mem != nil {
-			s.mem.unhold()
-			s.mem = nil
-		}
+		s.free()
 		q.polled++
 	}
 	return n, c.over && q.polled == q.posted
@@ -352,19 +357,24 @@ func (c *Conn) settle(err error) {
 	flushing := c.failure != nil
 	for i := c.send.polled; i != c.send.posted; i++ {
 		s := &c.send.slots[i%core.SQDepth]
+		s.free()
 		s.result = core.Received{Status: core.StatusFlushed}
-		if flushing {
-			continue
-		}
-		if status, ok := c.ec.SendDone(i); !ok {
-			s.result.Status, flushing = first, true
-		} else if status == core.StatusSuccess {
-			s.result = core.Received{Length: s.length}
-		} else {
-			s.result.Status, flushing = status, true
-			if !ended(status) {
-				c.failure = &RequestError{WRID: s.wrID, Op: s.op, Status: status}
+		if !flushing {
+			status, ok := c.ec.SendDone(i)
+			switch {
+			case !ok:
+				s.result.Status, flushing = first, true
+			case status == core.StatusSuccess:
+				s.result = core.Received{Length: s.length}
+			default:
+				s.result.Status, flushing = status, true
+				if !ended(status) {
+					c.failure = &RequestError{WRID: s.wrID, Op: s.op, Status: status}
+				}
 			}
+		}
+		if s.result.Status != core.StatusSuccess {
+			c.lost++
 		}
 	}
 	flushing = false

@@ -301,15 +301,18 @@ func TestMemoryStaysWhileRequestsUseIt(t *testing.T) {
 	}
 }
 
-func TestMemoryIsFreeAfterFlush(t *testing.T) {
+func TestMemoryIsFreeWhenTheConnectionIsOver(t *testing.T) {
 	x := newBench(t)
 	src, dst := alloc(t, x.da, 8), alloc(t, x.db, 8)
 	x.f.hold()
 	write(t, x.a, 0, src, dst, 8)
 	x.f.conn(x.a.Info().QPN).Fail(errors.New("broken"))
-	collect(t, x.a.SendCQ(), 1)
-	if err := src.Close(); err != nil {
+	over(t, x.a)
+	if err := src.Close(); err != nil { // though nobody has polled
 		t.Error(err)
+	}
+	if d := cmp.Diff([]string{"0 write: Work Request Flushed Error"}, summary(collect(t, x.a.SendCQ(), 1))); d != "" {
+		t.Error(d)
 	}
 }
 

@@ -236,8 +236,8 @@ func (d *Device) Close() error {
 	return errors.Join(errs...)
 }
 
-// Status is a device at one moment.
-type Status struct {
+// DeviceStatus is a device at one moment.
+type DeviceStatus struct {
 	Planes  []core.PlaneAddr
 	Payload int // bytes, the most that this end takes
 	Conns   []ConnInfo
@@ -245,10 +245,9 @@ type Status struct {
 	Regions int
 }
 
-// Status says what the device has. The counters and the state of paths are in
-// the engine's maps, see package telemetry.
-func (d *Device) Status() Status {
-	s := Status{Planes: d.eng.Planes(), Payload: d.eng.MaxPayload()}
+// Status says what the device has. It is for an open device.
+func (d *Device) Status() DeviceStatus {
+	s := DeviceStatus{Planes: d.eng.Planes(), Payload: d.eng.MaxPayload()}
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for c := range d.conns {

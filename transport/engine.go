@@ -43,9 +43,12 @@ type engineConn interface {
 	PostSend(msn uint32, wr core.WorkRequest)
 	// PostRecv lets the peer use one more receive: n is how many were posted so far.
 	PostRecv(n uint32)
-	// SendDone says whether request msn is complete, and how.
+	// SendDone says whether request msn is complete, and how. It is asked in the order of posting.
+	// Once the connection has failed it may say of the others that they are flushed, or that the
+	// first exceeded its retries.
 	SendDone(msn uint32) (core.Status, bool)
-	// RecvDone says whether receive n is complete, and with what.
+	// RecvDone says whether receive n is complete, and with what; flushed once the connection has
+	// failed.
 	RecvDone(n uint32) (core.Received, bool)
 	// ArmSend and ArmRecv ask for one Event when request msn / receive n completes. The caller
 	// looks again after arming.

@@ -307,9 +307,14 @@ func (c *Conn) Close(ctx context.Context) error {
 // in order.
 func (c *Conn) endError() error {
 	<-c.freed
-	err := c.Err()
-	if err == ErrClosed || errors.Is(err, ErrPeerClosed) {
-		return nil
+	c.mu.Lock()
+	err, lost := c.err, c.lost
+	c.mu.Unlock()
+	switch {
+	case err != ErrClosed && !errors.Is(err, ErrPeerClosed):
+		return fmt.Errorf("connection with %s: %w", c.s.peer, err)
+	case lost > 0:
+		return fmt.Errorf("connection with %s: %d writes not delivered: %w", c.s.peer, lost, err)
 	}
-	return fmt.Errorf("connection with %s: %w", c.s.peer, err)
+	return nil
 }
