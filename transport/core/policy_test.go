@@ -363,7 +363,9 @@ func TestDownPathForgetsItsProbes(t *testing.T) {
 	r.s.Paths[0].State = PathActive
 	r.send(0, 4)
 	r.forget()
-	r.runFor(3 * ms)
+	for range 3 {
+		r.tick(ms)
+	}
 	if len(r.seen.States)+len(r.seen.Timeouts) != 0 {
 		t.Errorf("blamed for probes before it was down: %+v", r.seen)
 	}
