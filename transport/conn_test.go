@@ -215,9 +215,17 @@ func TestConcurrentPostersAndPollersLoseNothing(t *testing.T) {
 }
 
 func TestRefusedRequestGetsItsStatusAndTheRestIsFlushed(t *testing.T) {
-	for _, polled := range []bool{false, true} {
-		t.Run(fmt.Sprintf("poller busy %v", polled), func(t *testing.T) {
+	for _, tc := range []struct {
+		name         string
+		polled, lazy bool
+	}{
+		{"engine finds it, nobody polls", false, false},
+		{"engine finds it, somebody waits", true, false},
+		{"who waits finds it", true, true},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
 			x := newBench(t)
+			x.f.lazy = tc.lazy
 			src, dst := alloc(t, x.da, 8), alloc(t, x.db, 8)
 			if err := x.a.PostRecv(9); err != nil {
 				t.Fatal(err)
@@ -230,7 +238,7 @@ func TestRefusedRequestGetsItsStatusAndTheRestIsFlushed(t *testing.T) {
 			}
 			write(t, x.a, 2, src, dst, 8)
 			write(t, x.a, 3, src, dst, 8)
-			if !polled {
+			if !tc.polled {
 				x.f.release()
 				over(t, x.a)
 			} else {
@@ -248,8 +256,8 @@ func TestRefusedRequestGetsItsStatusAndTheRestIsFlushed(t *testing.T) {
 				t.Errorf("receives differ (-want +got):\n%s", d)
 			}
 			var re *RequestError
-			if err := over(t, x.a); !errors.As(err, &re) || re.WRID != 1 || re.Status != core.StatusRemAccess {
-				t.Errorf("Err is %v, want a RequestError of request 1", err)
+			if err := over(t, x.a); !errors.As(err, &re) || re.WRID != 1 || re.Status != core.StatusRemAccess || !errors.Is(err, errRefused) {
+				t.Errorf("Err is %v, want a RequestError of request 1 with the engine's words", err)
 			}
 			if _, err := x.a.SendCQ().Wait(testCtx(t), make([]Completion, 1)); !errors.Is(err, ErrConnFailed) || !errors.As(err, &re) {
 				t.Errorf("Wait says %v, want ErrConnFailed and the reason", err)
@@ -313,6 +321,19 @@ func TestMemoryIsFreeWhenTheConnectionIsOver(t *testing.T) {
 	}
 	if d := cmp.Diff([]string{"0 write: Work Request Flushed Error"}, summary(collect(t, x.a.SendCQ(), 1))); d != "" {
 		t.Error(d)
+	}
+}
+
+func TestStatusListsConnectionsAndMemory(t *testing.T) {
+	x := newBench(t)
+	alloc(t, x.da, 100)
+	alloc(t, x.da, 28)
+	s := x.da.Status()
+	if s.Regions != 2 || s.Memory != 128 || s.Payload != 1024 || len(s.Planes) != 1 {
+		t.Errorf("status %+v, want 2 regions of 128 bytes, payload 1024 and one plane", s)
+	}
+	if len(s.Conns) != 1 || s.Conns[0].QPN != x.a.Info().QPN {
+		t.Errorf("connections %+v, want the one", s.Conns)
 	}
 }
 

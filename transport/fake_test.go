@@ -22,6 +22,7 @@ type fabric struct {
 	mu      sync.Mutex
 	next    uint32
 	held    bool
+	lazy    bool                   // a refusal is found by who asks for the request, as in package xdp
 	conns   map[uint32]*fakeConn   // by QPN
 	regions map[uint32]*fakeRegion // by key
 }
@@ -121,6 +122,8 @@ type fakeConn struct {
 	psn, recvPS uint32
 }
 
+var errRefused = errors.New("the peer refused a request")
+
 const fakePSN = 0xfffffff0 // wraps soon
 
 func (e *fakeEngine) NewConn(uint32) (engineConn, error) {
@@ -182,7 +185,10 @@ func (c *fakeConn) run() {
 		if wr.Length > 0 {
 			if dst == nil || dst.acc&core.RemoteWrite == 0 || off > uint64(len(dst.data)) || uint64(wr.Length) > uint64(len(dst.data))-off {
 				c.sends[c.head] = core.StatusRemAccess
-				c.fail(errors.New("the peer refused a request"))
+				if !c.e.f.lazy {
+					c.fail(errRefused)
+				}
+				c.wakeIf()
 				return
 			}
 			copy(dst.data[off:], src.data[wr.LocalAddr-fakeBase:][:wr.Length])
@@ -202,7 +208,7 @@ func (c *fakeConn) run() {
 
 func (c *fakeConn) wakeIf() {
 	fire := c.err != nil
-	if c.armS >= 0 && int64(c.head) > c.armS {
+	if _, done := c.sends[uint32(c.armS)]; c.armS >= 0 && done {
 		c.armS, fire = -1, true
 	}
 	if c.armR >= 0 && int64(len(c.recvs)) > c.armR {
@@ -248,6 +254,9 @@ func (c *fakeConn) PostRecv(n uint32) {
 func (c *fakeConn) SendDone(msn uint32) (core.Status, bool) {
 	defer c.enter("SendDone")()
 	s, ok := c.sends[msn]
+	if ok && s != core.StatusSuccess {
+		c.fail(errRefused)
+	}
 	if ok || c.err == nil {
 		return s, ok
 	}
