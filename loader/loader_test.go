@@ -16,6 +16,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -271,6 +272,23 @@ func holdInChild(t *testing.T, ifs string) *exec.Cmd {
 	return cmd
 }
 
+// killAndKeep kills the holder and keeps other processes' Loads from cleaning up after it until
+// release is called.
+func killAndKeep(t *testing.T, holder *exec.Cmd) (release func()) {
+	t.Helper()
+	unlock, err := lockRunRoot(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	release = sync.OnceFunc(unlock)
+	t.Cleanup(release)
+	if err := holder.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	_ = holder.Wait()
+	return release
+}
+
 func TestLoadAttachesNativelyAndPinsEveryStateMapByName(t *testing.T) {
 	nl := inNetns(t)
 	o := mustLoad(t, Options{Interfaces: []string{planeA, planeB}})
@@ -398,10 +416,7 @@ func TestLoadRefusesAnInterfaceOfAnotherProcessAndNamesItsPID(t *testing.T) {
 func TestLoadRemovesWhatAKilledProcessLeft(t *testing.T) {
 	nl := inNetns(t)
 	holder := holdInChild(t, planeA+","+planeB)
-	if err := holder.Process.Kill(); err != nil {
-		t.Fatal(err)
-	}
-	_ = holder.Wait()
+	release := killAndKeep(t, holder)
 	left := leftovers(t, nl)
 	parked := 0
 	for _, n := range left {
@@ -415,6 +430,7 @@ func TestLoadRemovesWhatAKilledProcessLeft(t *testing.T) {
 	if parked != 2 || len(left) != 6 {
 		t.Fatalf("a killed process leaves %v, want 2 pin entries, 2 state files and a parked pair", left)
 	}
+	release()
 
 	// By way of its second interface: everything of the old device has to go.
 	o := mustLoad(t, Options{Interfaces: []string{planeB}})
@@ -436,14 +452,12 @@ func TestLoadRemovesPinsOfADeadProcessInAnotherNamespace(t *testing.T) {
 		t.Fatal(err)
 	}
 	holder := holdInChild(t, planeA)
-	if err := holder.Process.Kill(); err != nil {
-		t.Fatal(err)
-	}
-	_ = holder.Wait()
+	release := killAndKeep(t, holder)
 	dir := filepath.Join(pinRoot, deviceKey(ns, planeA))
 	if _, err := os.Stat(dir); err != nil {
 		t.Fatalf("a killed process leaves no pins: %v", err)
 	}
+	release()
 	t.Run("elsewhere", func(t *testing.T) {
 		inNetns(t)
 		mustLoad(t, Options{Interfaces: []string{planeA}})
@@ -765,13 +779,11 @@ func TestFindListsDevicesAndWhetherTheirProcessLives(t *testing.T) {
 	if !d.Alive || d.Owner.PID != holder.Process.Pid || len(d.Owner.Interfaces) != 2 || d.Owner.Interfaces[1].Name != planeB {
 		t.Errorf("device is %+v, want it alive with pid %d and two interfaces", d, holder.Process.Pid)
 	}
-	if err := holder.Process.Kill(); err != nil {
-		t.Fatal(err)
-	}
-	_ = holder.Wait()
+	release := killAndKeep(t, holder)
 	if d = find(); d == nil || d.Alive {
 		t.Errorf("device of a killed process is %+v, want it there and not alive", d)
 	}
+	release()
 	mustLoad(t, Options{Interfaces: []string{planeA}})
 }
 
