@@ -179,18 +179,18 @@ type rule struct {
 // forbidden is put together from halves so that this file does not contain what it looks for.
 var forbidden = []rule{
 	{"unfinished work", regexp.MustCompile(`\b(TO` + `DO|FIX` + `ME|XX` + `X)\b`)},
-	{"a path of somebody's machine", regexp.MustCompile(`(^|[\s"'(=:])/(wo` + `rk|ho` + `me/\w+|Us` + `ers)/`)},
+	{"a path of somebody's machine", regexp.MustCompile(`(?m)(^|[\s"'(=:])/(wo` + `rk|ho` + `me/\w+|Us` + `ers)/`)},
 	{"a package registry's host", regexp.MustCompile(`proxy\.` + `golang\.org|deb\.` + `debian\.org|security\.` + `debian\.org|registry\.` + `npmjs\.org|pypi\.` + `org`)},
 	{"a merge conflict", regexp.MustCompile(`(?m)^(<{7}|>{7}) `)},
 }
 
 func TestNothingUnfinishedOrLocalIsCommitted(t *testing.T) {
 	for _, file := range files(t, ".go", ".c", ".h", ".sh", ".py", ".md", ".yml", "Makefile", ".ci/run") {
-		for i, line := range bytes.Split(read(t, file), []byte("\n")) {
-			for _, r := range forbidden {
-				if found := r.expr.Find(line); found != nil {
-					t.Errorf("%s:%d: found %q, which is %s", file, i+1, found, r.name)
-				}
+		content := read(t, file)
+		for _, r := range forbidden {
+			for _, at := range r.expr.FindAllIndex(content, -1) {
+				line := 1 + bytes.Count(content[:at[1]-1], []byte("\n"))
+				t.Errorf("%s:%d: found %q, which is %s", file, line, bytes.TrimSpace(content[at[0]:at[1]]), r.name)
 			}
 		}
 	}
