@@ -12,7 +12,7 @@ import (
 const ms = int64(1_000_000)
 
 // seeds of every simulation; a failure names its seed.
-var seeds = []uint64{1, 2, 3}
+var seeds = []uint64{1, 2}
 
 // TestSteadyStateFillsPlanes: a connection of 8 paths over 4 planes of 2 Gbit/s
 // uses nearly all of them and overflows no queue, with and without the help of

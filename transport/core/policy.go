@@ -475,11 +475,12 @@ func (p *Policy) control(nowNs int64, s *Snapshot) {
 	}
 }
 
-// differs says whether a set is worth a call into the kernel.
+// differs says whether a set is worth a call into the kernel: a pace off by less
+// than a 64th or a window by less than an eighth waits for the next tick.
 func differs(set *PathSet, ps *PathSnapshot) bool {
 	return set.Tolerance != ps.Tolerance ||
 		(set.Pace == 0) != (ps.Pace == 0) ||
-		apart(set.Pace, ps.Pace) > set.Pace/128 ||
+		apart(set.Pace, ps.Pace) > set.Pace/64 ||
 		apart(set.Cwnd, ps.Cwnd) > set.Cwnd/8
 }
 
