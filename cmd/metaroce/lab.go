@@ -254,11 +254,14 @@ func newLabExecCommand() *cobra.Command {
 			number, ok := strings.CutPrefix(args[0], "h")
 			host, err := strconv.ParseUint(number, 10, 16)
 			if !ok || err != nil {
-				return fmt.Errorf("host %q: want h0, h1, ...", args[0])
+				return fmt.Errorf("host %q: want h and a number, such as h0", args[0])
 			}
 			argv := args[1:]
 			if argv[0] == "--" {
 				argv = argv[1:]
+			}
+			if len(argv) == 0 {
+				return errors.New("no command to run: want one behind the host")
 			}
 			l, err := lab.Open(name)
 			if err != nil {
