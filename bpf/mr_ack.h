@@ -281,8 +281,8 @@ unlock:
 		__u32 n = MR_READ_ONCE(page->wait_send);
 		struct mr_scqe *e = &page->scq[n % MR_SQ_DEPTH];
 
-		if ((MR_READ_ONCE(e->valid) == MR_VALID(n) &&
-		     mr_before(e->last_psn, cum)) || MR_READ_ONCE(page->nak_syndrome))
+		if ((MR_READ_ONCE(e->valid) == MR_VALID(n) && mr_before(e->last_psn, cum)) ||
+		    MR_READ_ONCE(page->nak_syndrome))
 			mr_notify(&page->arm_send, slot, c->qpn);
 	}
 	return XDP_DROP;

@@ -107,8 +107,8 @@ static __always_inline __u64 mr_low(__u32 n, __u32 w)
 /* ---- receiver: stream ---- */
 
 enum mr_verdict {
-	MR_NEW,	    /* claimed: place it */
-	MR_DUP,	    /* has arrived already */
+	MR_NEW,     /* claimed: place it */
+	MR_DUP,     /* has arrived already */
 	MR_BUSY,    /* another CPU is placing it */
 	MR_OVER,    /* beyond the limit */
 	MR_REFUSED, /* NAK */
@@ -188,9 +188,9 @@ static __always_inline void mr_core_arrive(struct mr_rx_stream *s, __u32 psn)
 
 enum mr_gen {
 	MR_GEN_CURRENT,
-	MR_GEN_NEW,	 /* opens a new vector */
+	MR_GEN_NEW,      /* opens a new vector */
 	MR_GEN_PREVIOUS, /* late: counts for psn only */
-	MR_GEN_STALE,	 /* refused */
+	MR_GEN_STALE,    /* refused */
 };
 
 /* Generations compare serially in 8 bits. */
@@ -209,10 +209,10 @@ static __always_inline void mr_core_rx_newgen(struct mr_rx_path *p, __u8 gen, __
 {
 	p->gen = gen;
 	p->max = pseq - 1;
-	p->vec[0] = ~0ull; /* nothing before its first packet is missing */
-	p->vec[1] = ~0ull;
-	p->vec[2] = ~0ull;
-	p->vec[3] = ~0ull;
+	p->vec[0] = 0; /* the sender looks at no pseq of before the generation's first one */
+	p->vec[1] = 0;
+	p->vec[2] = 0;
+	p->vec[3] = 0;
 	p->pkts = 0;
 	p->ce = 0;
 	p->dups = 0;
@@ -392,8 +392,8 @@ static __always_inline void mr_core_brake(struct mr_tx_path *p, __u64 now)
 		p->pace = pace;
 }
 
-/* Time the path is taken by `bytes`; a path that fell behind may catch up 100 us */
-#define MR_PACE_BURST_NS 100000
+/* Time the path is taken by `bytes`; a path that fell behind may catch up 200 us */
+#define MR_PACE_BURST_NS 200000
 static __always_inline void mr_core_pace(struct mr_tx_path *p, __u64 now, __u32 bytes)
 {
 	__u64 from = p->next_ns;

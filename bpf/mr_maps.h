@@ -6,7 +6,7 @@
 /* Load-time configuration. */
 volatile const __u32 mr_port = MR_UDP_PORT;
 volatile const __u32 mr_max_conns = 256; /* a power of two, = max_entries of mr_conn */
-volatile const __u32 mr_quantum = 16;	 /* packets before another ready connection has its turn */
+volatile const __u32 mr_quantum = 16;    /* packets before another ready connection has its turn */
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);

@@ -4,15 +4,15 @@
 #define MR_PARSE_H
 
 enum mr_parsed {
-	MR_FOREIGN,   /* pass to the stack */
+	MR_FOREIGN, /* pass to the stack */
 	MR_OURS,
 	MR_BADLENGTH, /* UDP to our port, but its lengths disagree with the frame */
 };
 
 struct mr_view {
-	__u32 l3, l4;	/* offsets of the IP and UDP headers */
-	__u32 udp_len;	/* bytes from the UDP header on */
-	__u32 pseudo;	/* pseudo header's sum, length included */
+	__u32 l3, l4;         /* offsets of the IP and UDP headers */
+	__u32 udp_len;        /* bytes from the UDP header on */
+	__u32 pseudo;         /* pseudo header's sum, length included */
 	__u32 src[4], dst[4]; /* network order; IPv4 mapped */
 	__u32 v6, ce, no_check, sport;
 };

@@ -40,8 +40,8 @@ static __always_inline __u32 mr_check_region(const struct mr_region *r, __u32 rk
 }
 
 /* The path half of an arrival, under the lock. Returns 1 if an ACK is due at once. */
-static __always_inline int mr_rx_enter(struct mr_rx_path *p, enum mr_gen gen, __u8 pgen,
-				       __u32 pseq, __u32 ce, int *ooo)
+static __always_inline int mr_rx_enter(struct mr_rx_path *p, enum mr_gen gen, __u8 pgen, __u32 pseq,
+				       __u32 ce, int *ooo)
 {
 	if (gen == MR_GEN_PREVIOUS) {
 		p->prev_pkts++;
@@ -53,7 +53,7 @@ static __always_inline int mr_rx_enter(struct mr_rx_path *p, enum mr_gen gen, __
 	p->ooo += *ooo;
 	p->pkts++;
 	p->ce += ce;
-	return *ooo || ce || ++p->since >= MR_ACK_EVERY;
+	return *ooo || ce || gen == MR_GEN_NEW || ++p->since >= MR_ACK_EVERY;
 }
 
 static __attribute__((noinline)) int mr_rx_probe(struct xdp_md *ctx, struct mr_in *in,
@@ -74,6 +74,10 @@ static __attribute__((noinline)) int mr_rx_probe(struct xdp_md *ctx, struct mr_i
 	if (f->dh.ver_ext != MR_VER_EXT(MR_EXT_PROBE) || (f->dh.flags & ~MR_F_MORE) ||
 	    v->udp_len != sizeof(*f)) {
 		ctr->drop_header++;
+		return XDP_DROP;
+	}
+	if (f->dh.stream) {
+		ctr->drop_stream++;
 		return XDP_DROP;
 	}
 	if (!page)
@@ -137,7 +141,8 @@ static __attribute__((noinline)) int mr_rx_write(struct xdp_md *ctx, struct mr_i
 		imm = bpf_ntohl(fi->imm.imm);
 		ordinal = bpf_ntohl(fi->imm.ordinal);
 	}
-	if (f->dh.ver_ext != MR_VER_EXT(ext) || (flags & (MR_F_INT | MR_F_CRC32C)) ||
+	if (f->dh.ver_ext != MR_VER_EXT(ext) ||
+	    (flags & ~(MR_F_RETX | MR_F_LAST | MR_F_IMM | MR_F_MORE)) ||
 	    (flags & (MR_F_IMM | MR_F_LAST)) == MR_F_IMM) {
 		ctr->drop_header++;
 		return XDP_DROP;
@@ -168,7 +173,7 @@ static __attribute__((noinline)) int mr_rx_write(struct xdp_md *ctx, struct mr_i
 	k.credit = MR_READ_ONCE(page->rq_tail);
 	index = rkey >> 8;
 	syndrome = 0;
-	if (mlen) { /* as verbs: a write of nothing needs no key */
+	if (len || mlen) { /* as verbs: a write of nothing needs no key */
 		region = bpf_map_lookup_elem(&mr_region, &index);
 		syndrome = mr_check_region(region, rkey, c->pd, MR_ACCESS_REMOTE_WRITE, addr, len,
 					   ctr, &why);

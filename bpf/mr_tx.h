@@ -122,7 +122,8 @@ static __always_inline int mr_tx_commit(struct mr_conn *c, struct mr_path *pp, s
 					struct mr_choice *choice, const struct mr_req *fresh,
 					__u64 now, __u32 tail, struct mr_packet *k)
 {
-	__u32 path = choice->path & (MR_MAX_PATHS - 1), source = choice->source & (MR_MAX_PATHS - 1);
+	__u32 path = choice->path & (MR_MAX_PATHS - 1),
+	      source = choice->source & (MR_MAX_PATHS - 1);
 	__u32 job = choice->job, frame, idx, left;
 	struct mr_tx_path *p = &c->tx[path], *s;
 
@@ -134,7 +135,8 @@ static __always_inline int mr_tx_commit(struct mr_conn *c, struct mr_path *pp, s
 		source = path;
 		sp = pp;
 	}
-	if (mr_core_inflight(p) >= (choice->job == MR_JOB_PROBE ? MR_PATH_RING - 1 : MR_PATH_WINDOW))
+	if (mr_core_inflight(p) >=
+	    (choice->job == MR_JOB_PROBE ? MR_PATH_RING - 1 : MR_PATH_WINDOW))
 		return MR_NOTHING;
 	k->d.sent_ns = now;
 	if (choice->job == MR_JOB_PROBE) {
@@ -419,8 +421,7 @@ static __always_inline int mr_tx_conn(struct xdp_md *ctx, struct mr_pump *pump, 
 	if (c->checksum) {
 		__u32 l4 = pp->l4_off & 63;
 		struct udphdr *udp;
-		__u64 sum = (__u64)pp->pseudo_sum + bpf_htons(udp_len) +
-			    mr_csum(ctx, l4, udp_len);
+		__u64 sum = (__u64)pp->pseudo_sum + bpf_htons(udp_len) + mr_csum(ctx, l4, udp_len);
 
 		udp = (void *)(long)ctx->data + l4;
 		if ((void *)(udp + 1) > (void *)(long)ctx->data_end)

@@ -16,7 +16,7 @@
 #ifndef MR_TYPES_H
 #define MR_TYPES_H
 
-#define MR_MAX_CONNS 4096  /* upper bound; the maps are sized at load */
+#define MR_MAX_CONNS 4096 /* upper bound; the maps are sized at load */
 #define MR_MAX_PATHS 32
 #define MR_PATH_RING 256   /* descriptors a path = bits of an ACK's vector */
 #define MR_PATH_WINDOW 248 /* data in flight a path; the rest is for probes */
@@ -25,9 +25,9 @@
 #define MR_PSN_WORDS (MR_PSN_WINDOW / 64)
 #define MR_SQ_DEPTH 128
 #define MR_RQ_DEPTH 128
-#define MR_BLOCK 65536	   /* bytes a block of a memory region */
+#define MR_BLOCK 65536 /* bytes a block of a memory region */
 #define MR_MAX_PAYLOAD 3072
-#define MR_ACK_EVERY 8	   /* packets a path without an ACK, at most */
+#define MR_ACK_EVERY 8 /* packets a path without an ACK, at most */
 
 enum mr_conn_state {
 	MR_CONN_FREE = 0,
@@ -56,7 +56,7 @@ enum mr_wr_op {
 /* Why mr_tx stopped a connection: ibv_wc_status of the request that it stopped at. */
 enum mr_fault {
 	MR_FAULT_NONE = 0,
-	MR_FAULT_LOC_PROT = 4, /* IBV_WC_LOC_PROT_ERR: lkey, bounds */
+	MR_FAULT_LOC_PROT = 4,  /* IBV_WC_LOC_PROT_ERR: lkey, bounds */
 	MR_FAULT_LOC_QP_OP = 2, /* IBV_WC_LOC_QP_OP_ERR: opcode */
 };
 
@@ -73,11 +73,11 @@ struct mr_desc {
 /* Pool entry of one path: how its packets look, and what is under way. Map mr_path. */
 struct mr_path {
 	/* control: written by user space */
-	__u8 tmpl[64];	  /* L2 and L3 headers, lengths and IPv4 checksum 0 */
-	__u32 peer[4];	  /* network byte order; IPv4 as ::ffff:a.b.c.d */
+	__u8 tmpl[64]; /* L2 and L3 headers, lengths and IPv4 checksum 0 */
+	__u32 peer[4]; /* network byte order; IPv4 as ::ffff:a.b.c.d */
 	__u32 local[4];
 	__u32 ifindex;
-	__u32 l3_sum;	  /* IPv4: sum of the header with length and checksum 0 */
+	__u32 l3_sum;     /* IPv4: sum of the header with length and checksum 0 */
 	__u32 pseudo_sum; /* addresses and protocol */
 	__u8 l3_off, l4_off, v6, pad;
 	__u32 pad2[4];
@@ -87,27 +87,27 @@ struct mr_path {
 
 /* The sender's half of a path. */
 struct mr_tx_path {
-	__u32 next;	 /* pseq of the next transmission */
-	__u32 una;	 /* oldest unresolved pseq; next - una <= MR_PATH_WINDOW (+ probes) */
-	__u32 cwnd;	 /* packets; control, braked by mr_rx */
-	__u32 pace;	 /* ns a KiB, 0 = not paced; control, braked by mr_rx */
-	__u64 next_ns;	 /* nothing leaves before */
+	__u32 next;      /* pseq of the next transmission */
+	__u32 una;       /* oldest unresolved pseq; next - una <= MR_PATH_WINDOW (+ probes) */
+	__u32 cwnd;      /* packets; control, braked by mr_rx */
+	__u32 pace;      /* ns a KiB, 0 = not paced; control, braked by mr_rx */
+	__u64 next_ns;   /* nothing leaves before */
 	__u64 repair[4]; /* bit pseq % 256: that descriptor is lost and waits for its repair */
 	__u8 gen, state; /* enum mr_path_state */
-	__u8 tolerance;	 /* packets: a gap younger than this is reordering */
-	__u8 one;	 /* one repair may pass a closed window (set by ACK and timeout) */
+	__u8 tolerance;  /* packets: a gap younger than this is reordering */
+	__u8 one;        /* one repair may pass a closed window (set by ACK and timeout) */
 	__u16 sport;
-	__u8 acked_gen;	 /* newest generation that the peer has acknowledged */
+	__u8 acked_gen; /* newest generation that the peer has acknowledged */
 	__u8 pad;
 	/* 64: written by mr_rx when an ACK comes in */
 	__u64 last_ack_ns;
 	__u64 brake_ns;
 	__u32 srtt_ns, min_rtt_ns;
-	__u32 acks;	 /* ACKs of this path, all generations */
+	__u32 acks;                          /* ACKs of this path, all generations */
 	__u32 peer_pkts, peer_ce, peer_dups; /* the ACK's counts, this generation */
-	__u32 lost;	 /* transmissions found missing */
-	__u32 ce;	 /* marks reported, all generations */
-	__u32 pace_max;	 /* the brake goes no further: control wrote half of it */
+	__u32 lost;                          /* transmissions found missing */
+	__u32 ce;                            /* marks reported, all generations */
+	__u32 pace_max; /* the brake goes no further: control wrote half of it */
 	__u32 pad3[3];
 	/* 128: written by mr_tx */
 	__u64 sent_bytes; /* frames' bytes */
@@ -118,20 +118,20 @@ struct mr_tx_path {
 
 /* The receiver's half of a path. */
 struct mr_rx_path {
-	__u32 max;	/* highest pseq */
+	__u32 max; /* highest pseq */
 	__u32 pkts, ce, dups;
-	__u64 vec[4];	/* as in struct mr_ack, host order */
+	__u64 vec[4];    /* as in struct mr_ack, host order */
 	__u8 gen, since; /* since: packets since the last ACK */
-	__u16 sport;	/* the peer's, as last seen */
-	__u32 ooo;	/* arrived out of the path's order */
+	__u16 sport;     /* the peer's, as last seen */
+	__u32 ooo;       /* arrived out of the path's order */
 	__u32 prev_pkts; /* late packets of the previous generation */
 	__u32 pad;
 };
 
 /* The receiver's half of an ordered stream. Stream 0 is all there is in version 1. */
 struct mr_rx_stream {
-	__u32 cum;	/* all below arrived */
-	__u32 nak_psn;	/* lowest refused */
+	__u32 cum;      /* all below arrived */
+	__u32 nak_psn;  /* lowest refused */
 	__u32 syndrome; /* of nak_psn; 0 = none */
 	__u32 pad;
 	__u64 claimed[MR_PSN_WORDS];
@@ -144,32 +144,32 @@ struct mr_conn {
 	__u32 qpn, peer_qpn;
 	__u32 rx_token, tx_token; /* host order of the wire's field */
 	__u32 pd;
-	__u32 path_base;  /* first entry in mr_path */
+	__u32 path_base; /* first entry in mr_path */
 	__u16 payload;
 	__u8 npaths;
-	__u8 checksum;	  /* 0: no UDP checksum, agreed by both ends */
-	__u8 tos;	  /* DSCP << 2 | ECT(0) */
+	__u8 checksum; /* 0: no UDP checksum, agreed by both ends */
+	__u8 tos;      /* DSCP << 2 | ECT(0) */
 	__u8 pad0[3];
 	__u32 pad1[8];
 	/* 64 */
 	struct bpf_spin_lock lock;
-	__u32 state;	  /* enum mr_conn_state; mr_ctl */
+	__u32 state; /* enum mr_conn_state; mr_ctl */
 	/* the sender's half of stream 0 */
 	__u32 psn_next, psn_cum, psn_limit;
-	__u32 msn_next;	  /* requests copied out of the queue so far */
-	__u32 cur_off;	  /* next byte of request msn_next - 1, if busy */
-	__u32 cur_len;	  /* its bytes */
-	__u32 busy;	  /* request msn_next - 1 has packets to send */
+	__u32 msn_next;        /* requests copied out of the queue so far */
+	__u32 cur_off;         /* next byte of request msn_next - 1, if busy */
+	__u32 cur_len;         /* its bytes */
+	__u32 busy;            /* request msn_next - 1 has packets to send */
 	__u32 credit, ordinal; /* receives the peer has posted; that were used */
 	__u32 nak_psn, nak_syndrome;
-	__u32 rr;	  /* path to try first */
-	__u32 repairs;	  /* bit i: path i has bits in repair[] */
-	__u32 probe;	  /* bit i: control wants a probe on path i */
+	__u32 rr;      /* path to try first */
+	__u32 repairs; /* bit i: path i has bits in repair[] */
+	__u32 probe;   /* bit i: control wants a probe on path i */
 	/* 128 */
-	__u32 active;	  /* bit i: tx[i].state is MR_PATH_ACTIVE */
-	__u32 unasked;	  /* bit i: the last packet on path i did not ask for an ACK */
-	__u32 no_credit;  /* stalled for want of a receive */
-	__u32 fault;	  /* enum mr_fault */
+	__u32 active;    /* bit i: tx[i].state is MR_PATH_ACTIVE */
+	__u32 unasked;   /* bit i: the last packet on path i did not ask for an ACK */
+	__u32 no_credit; /* stalled for want of a receive */
+	__u32 fault;     /* enum mr_fault */
 	__u32 pad2[12];
 	/* 192 */
 	struct mr_tx_path tx[MR_MAX_PATHS];
@@ -179,7 +179,7 @@ struct mr_conn {
 
 /* One request in flight, copied and checked. Map mr_req: one struct mr_reqs a connection. */
 struct mr_req {
-	__u64 local;  /* offset in its region */
+	__u64 local; /* offset in its region */
 	__u64 raddr;
 	__u32 region; /* index of the local region */
 	__u32 rkey, len, imm;
@@ -220,16 +220,16 @@ struct mr_rcqe {
 /* A connection's queues, mapped into its application. Map-in-map mr_qp, one entry each. */
 struct mr_qpage {
 	/* the application's line */
-	__u32 sq_tail;	/* requests posted so far */
-	__u32 rq_tail;	/* receives posted so far: the peer's credit */
-	__u32 arm_send, arm_recv; /* 1: wake me; taken by atomic exchange */
+	__u32 sq_tail;              /* requests posted so far */
+	__u32 rq_tail;              /* receives posted so far: the peer's credit */
+	__u32 arm_send, arm_recv;   /* 1: wake me; taken by atomic exchange */
 	__u32 wait_send, wait_recv; /* ... when request / receive n is complete */
 	__u32 pad0[10];
 	/* mirrored under the connection's lock */
 	__u32 tx_cum, rx_cum;
 	__u32 nak_psn, nak_syndrome;
 	__u32 fault, fault_msn;
-	__u32 sq_head;	/* requests copied out so far */
+	__u32 sq_head; /* requests copied out so far */
 	__u32 credit;
 	__u32 pad1[8];
 	struct mr_wqe sq[MR_SQ_DEPTH];
@@ -239,7 +239,7 @@ struct mr_qpage {
 
 /* Map mr_region, indexed by rkey >> 8. */
 struct mr_region {
-	__u32 key;   /* index << 8 | generation; 0: free */
+	__u32 key; /* index << 8 | generation; 0: free */
 	__u32 pd;
 	__u32 access; /* enum mr_access */
 	__u32 pad;
@@ -257,7 +257,7 @@ struct mr_pump {
 	/* mr_tx */
 	__u32 head, burst;
 	__u64 sent, idle; /* runs of mr_tx that emitted a packet; that found the ring empty */
-	__u64 paced_ns;	  /* when the paced connection met last may go on */
+	__u64 paced_ns;   /* when the paced connection met last may go on */
 	__u64 pad0[4];
 	/* producers */
 	__u32 tail, pad1[15];
@@ -274,13 +274,13 @@ struct mr_event {
 
 /* Commands of mr_ctl: the frame that BPF_PROG_RUN gives it. */
 enum mr_ctl_op {
-	MR_CTL_STATE = 1,  /* conn.state = value */
-	MR_CTL_PATH = 2,   /* cwnd, pace, tolerance of path */
-	MR_CTL_PROBE = 3,  /* probe |= value (mask of paths), one = 1 on them */
+	MR_CTL_STATE = 1,   /* conn.state = value */
+	MR_CTL_PATH = 2,    /* cwnd, pace, tolerance of path */
+	MR_CTL_PROBE = 3,   /* probe |= value (mask of paths), one = 1 on them */
 	MR_CTL_SUSPECT = 4, /* path.state = value; all unresolved is queued as repairs */
-	MR_CTL_REROLL = 5, /* sport = value, gen + 1; all unresolved is queued as repairs */
+	MR_CTL_REROLL = 5,  /* sport = value, gen + 1; all unresolved is queued as repairs */
 	MR_CTL_TIMEOUT = 6, /* all unresolved of path is lost, one = 1 */
-	MR_CTL_KICK = 7,   /* mark ready, wake the pump */
+	MR_CTL_KICK = 7,    /* mark ready, wake the pump */
 };
 struct mr_ctl {
 	__u32 op, slot, qpn, path;
@@ -299,25 +299,25 @@ enum mr_ctl_result {
  */
 struct mr_counters {
 	/* traffic */
-	__u64 sent_pkts, sent_bytes;	/* data, first and repeated; payload bytes */
-	__u64 rcvd_pkts, rcvd_bytes;	/* data packets placed; payload bytes */
+	__u64 sent_pkts, sent_bytes; /* data, first and repeated; payload bytes */
+	__u64 rcvd_pkts, rcvd_bytes; /* data packets placed; payload bytes */
 	__u64 sent_acks, rcvd_acks;
 	__u64 sent_probes, rcvd_probes;
 	__u64 retransmits;
-	__u64 rx_write_requests;	/* messages whose last packet was placed */
+	__u64 rx_write_requests; /* messages whose last packet was placed */
 	/* order, loss, congestion */
-	__u64 out_of_sequence;		/* pseq was not the next of its path */
-	__u64 duplicate_request;	/* psn had arrived already */
-	__u64 duplicate_busy;		/* psn is being placed by another CPU: dropped, no ACK */
-	__u64 packet_seq_err;		/* transmissions that an ACK showed lost */
-	__u64 prev_generation;		/* late data of the previous generation: placed */
+	__u64 out_of_sequence;            /* pseq was not the next of its path */
+	__u64 duplicate_request;          /* psn had arrived already */
+	__u64 duplicate_busy;             /* psn is being placed by another CPU: dropped, no ACK */
+	__u64 packet_seq_err;             /* transmissions that an ACK showed lost */
+	__u64 prev_generation;            /* late data of the previous generation: placed */
 	__u64 np_ecn_marked_roce_packets; /* CE seen on data */
-	__u64 rp_cnp_handled;		/* ACKs that reported new marks */
-	__u64 local_ack_timeout_err;	/* paths timed out (by control) */
-	__u64 stale_ack;		/* ACK of an older generation: its psn counted */
+	__u64 rp_cnp_handled;             /* ACKs that reported new marks */
+	__u64 local_ack_timeout_err;      /* paths timed out (by control) */
+	__u64 stale_ack;                  /* ACK of an older generation: its psn counted */
 	/* refused: not authenticated, dropped */
 	__u64 drop_truncated;
-	__u64 drop_length;		/* UDP or IP length disagrees with the frame */
+	__u64 drop_length; /* UDP or IP length disagrees with the frame */
 	__u64 drop_opcode;
 	__u64 drop_unknown_qp;
 	__u64 drop_token;
@@ -325,29 +325,29 @@ struct mr_counters {
 	__u64 drop_address;
 	__u64 drop_checksum;
 	__u64 drop_version;
-	__u64 drop_header;		/* extension length or flags that the opcode may not have */
-	__u64 drop_payload;		/* longer than agreed */
+	__u64 drop_header;  /* extension length or flags that the opcode may not have */
+	__u64 drop_payload; /* longer than agreed */
 	__u64 drop_generation;
-	__u64 drop_window;		/* psn beyond the limit */
+	__u64 drop_window; /* psn beyond the limit */
 	__u64 drop_stream;
-	__u64 drop_closed;		/* connection in error */
-	__u64 drop_ack_invalid;		/* acknowledges what was never sent */
-	__u64 drop_place;		/* the region vanished while it was written */
-	__u64 drop_turn;		/* no room to turn the frame into its ACK */
+	__u64 drop_closed;      /* connection in error */
+	__u64 drop_ack_invalid; /* acknowledges what was never sent */
+	__u64 drop_place;       /* the region vanished while it was written */
+	__u64 drop_turn;        /* no room to turn the frame into its ACK */
 	/* refused: authenticated, answered by a NAK */
-	__u64 nak_rkey;			/* no such region, old generation of the key */
+	__u64 nak_rkey; /* no such region, old generation of the key */
 	__u64 nak_pd;
 	__u64 nak_access;
 	__u64 nak_bounds;
-	__u64 nak_no_receive;		/* ordinal of a receive that was not posted */
+	__u64 nak_no_receive; /* ordinal of a receive that was not posted */
 	__u64 rcvd_naks;
 	/* the pump */
-	__u64 tx_paced;			/* runs of mr_tx that found every open path paced */
-	__u64 tx_no_credit;		/* a request waited for a posted receive */
-	__u64 tx_fault;			/* a request that mr_tx refused */
-	__u64 tx_skipped;		/* repairs that were no longer needed */
-	__u64 tx_error;			/* a frame could not be built */
-	__u64 bad_ready;		/* nonsense in the ready ring */
+	__u64 tx_paced;     /* runs of mr_tx that found every open path paced */
+	__u64 tx_no_credit; /* a request waited for a posted receive */
+	__u64 tx_fault;     /* a request that mr_tx refused */
+	__u64 tx_skipped;   /* repairs that were no longer needed */
+	__u64 tx_error;     /* a frame could not be built */
+	__u64 bad_ready;    /* nonsense in the ready ring */
 };
 
 #endif

@@ -8,11 +8,11 @@
 /* Hides a value's origin from the compiler, so that it keeps the bounds check before it. */
 #define MR_OPAQUE(x) asm volatile("" : "+r"(x))
 /* 1..4096 by arithmetic: 6.1's verifier does not learn "at least 1" from "not 0". */
-#define MR_BOUND4K(x)                                                          \
-	({                                                                     \
-		__u64 _b = ((x) - 1) & 4095;                                   \
-		MR_OPAQUE(_b);                                                 \
-		_b + 1;                                                        \
+#define MR_BOUND4K(x)                        \
+	({                                   \
+		__u64 _b = ((x) - 1) & 4095; \
+		MR_OPAQUE(_b);               \
+		_b + 1;                      \
 	})
 
 static __always_inline struct mr_counters *mr_counters(void)

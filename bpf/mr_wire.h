@@ -18,7 +18,7 @@
 enum mr_opcode {
 	MR_OP_FIRST = 0xC0,
 	MR_OP_WRITE = 0xC0,
-	MR_OP_SEND = 0xC1,	   /* reserved: refused in this version */
+	MR_OP_SEND = 0xC1,         /* reserved: refused in this version */
 	MR_OP_READ_REQUEST = 0xC2, /* reserved */
 	MR_OP_READ_RESPONSE = 0xC3,
 	MR_OP_ATOMIC_REQUEST = 0xC4,
@@ -59,9 +59,9 @@ enum mr_syndrome {
 struct mr_bth {
 	__u8 opcode, flags; /* SE, M, Pad, TVer: 0 */
 	__u16 pkey;
-	__u32 qpn;	 /* 8 reserved, 24 destination QPN */
-	__u32 apsn;	 /* A, 7 reserved, low 24 bits of psn */
-} MR_PACKED;		 /* 12 */
+	__u32 qpn;  /* 8 reserved, 24 destination QPN */
+	__u32 apsn; /* A, 7 reserved, low 24 bits of psn */
+} MR_PACKED;        /* 12 */
 
 /* First 32 bytes after the BTH of every data packet and probe. */
 struct mr_dh {
@@ -69,39 +69,39 @@ struct mr_dh {
 	__u8 ver_ext; /* version 4 | units of 8 bytes after these 32: 4 */
 	__u32 token;
 	__u32 pseq;
-	__u32 psn;	  /* a probe: the psn that the sender gives next */
-	__u32 ts;	  /* sender's clock, ns */
+	__u32 psn;             /* a probe: the psn that the sender gives next */
+	__u32 ts;              /* sender's clock, ns */
 	__u16 stream, backlog; /* backlog: log2 of bytes waiting, 0 = none or unknown */
 	__u32 msn, offset;
 } MR_PACKED;
 
 struct mr_reth {
-	__u64 addr;	/* of this packet's payload */
+	__u64 addr;      /* of this packet's payload */
 	__u32 rkey, len; /* len: of the whole message */
-} MR_PACKED;		/* 16 */
+} MR_PACKED;             /* 16 */
 
 struct mr_immh {
 	__u32 imm;
 	__u32 ordinal; /* of the receive that it completes */
-} MR_PACKED;	       /* 8 */
+} MR_PACKED;           /* 8 */
 
 struct mr_ack {
 	__u8 path, gen, flags;
 	__u8 ver_ext;
 	__u32 token;
-	__u32 pseq_max;	 /* highest pseq arrived on this path */
-	__u32 ts;	 /* echoed, of the packet that this ACK answers */
-	__u64 vec[4];	 /* bit i of the 256 (bit i%64 of vec[i/64]): pseq_max - i arrived */
+	__u32 pseq_max; /* highest pseq arrived on this path */
+	__u32 ts;       /* echoed, of the packet that this ACK answers */
+	__u64 vec[4];   /* bit i of the 256 (bit i%64 of vec[i/64]): pseq_max - i arrived */
 	__u16 stream;
 	__u8 syndrome, reserved;
-	__u32 psn_cum;	 /* all below arrived */
-	__u32 psn_limit; /* the sender's psn stays below */
-	__u32 nak_psn;	 /* lowest refused psn; valid if syndrome != 0 */
+	__u32 psn_cum;        /* all below arrived */
+	__u32 psn_limit;      /* the sender's psn stays below */
+	__u32 nak_psn;        /* lowest refused psn; valid if syndrome != 0 */
 	__u32 pkts, ce, dups; /* on this path and generation, cumulative */
 	__u32 rate_hint; /* Mbit/s that the receiver gives this sender, 0 = no hint (reserved) */
 	__u16 hint_epoch, reserved2;
-	__u32 credit;	 /* receives posted so far: ordinals below are valid */
-} MR_PACKED;		 /* 88 */
+	__u32 credit; /* receives posted so far: ordinals below are valid */
+} MR_PACKED;          /* 88 */
 
 #define MR_EXT_PROBE 0
 #define MR_EXT_WRITE 2

@@ -257,6 +257,8 @@ func TestRxNAKs(t *testing.T) {
 		{"old generation of the key", "NakRkey", wire.SynRemoteAccess, func(p *wire.Packet) { p.RETH.RKey-- }},
 		{"below the region", "NakBounds", wire.SynRemoteAccess, func(p *wire.Packet) { p.RETH.Addr = base - 1 }},
 		{"one byte beyond the region", "NakBounds", wire.SynRemoteAccess, func(p *wire.Packet) { p.RETH.Addr = base + regionLen - 63 }},
+		{"wrong key on a write that claims to be empty", "NakRkey", wire.SynRemoteAccess, func(p *wire.Packet) { p.RETH.RKey++; p.RETH.Len = 0 }},
+		{"bounds of a write that claims to be empty", "NakBounds", wire.SynRemoteAccess, func(p *wire.Packet) { p.RETH.Addr--; p.RETH.Len = 0 }},
 		{"address wraps", "NakBounds", wire.SynRemoteAccess, func(p *wire.Packet) { p.RETH.Addr = ^uint64(0) - 10 }},
 		{"receive that was not posted", "NakNoReceive", wire.SynInvalidRequest, func(p *wire.Packet) {
 			p.Data.Flags |= wire.FlagImm | wire.FlagLast
@@ -424,6 +426,18 @@ func TestRxGenerations(t *testing.T) {
 	moved = w.counted(func() { w.deliver(w.write(4, nil)) }) // generation 0 now
 	if d := cmp.Diff(map[string]uint64{"DropGeneration": 1}, moved); d != "" {
 		t.Errorf("two generations late (-want +got):\n%s", d)
+	}
+}
+
+func TestRxFirstPacketOfAGenerationLostIsShownAsMissing(t *testing.T) {
+	w := newWorld(t)
+	// pseq 0x9000 opened generation 1 and was lost; 0x9001 comes first
+	_, a := w.deliver(w.write(1, func(p *wire.Packet) { p.Data.Gen = 1; p.Data.PSeq = 0x9001 }))
+	if a == nil {
+		t.Fatal("the first packet of a generation was not acknowledged at once")
+	}
+	if a.ACK.Vec.Bit(1) {
+		t.Error("the lost first packet is reported as arrived: it would never be repaired")
 	}
 }
 
