@@ -164,6 +164,16 @@ func endpoint(e *Engine, c *Conn, paths int) core.Endpoint {
 func connect(t *testing.T, e [2]*Engine, paths int) [2]*Conn {
 	t.Helper()
 	c, err := tryConnect(e, paths)
+	t.Cleanup(func() {
+		for i := range c {
+			if c[i] == nil {
+				continue
+			}
+			if err := c[i].Close(); err != nil {
+				t.Error(err)
+			}
+		}
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -199,6 +209,11 @@ func alloc(t *testing.T, e *Engine, size uint64) *Region {
 	if err != nil {
 		t.Fatal(err)
 	}
+	t.Cleanup(func() {
+		if err := r.Close(); err != nil {
+			t.Error(err)
+		}
+	})
 	return r
 }
 

@@ -29,8 +29,11 @@ const (
 	// iteration that finds nothing about 50 ns, one that sends some 300 ns.
 	pumpRepeat = 2048
 
-	// lookRepeat is the least length of the short call that looks at all work once more before
-	// the pump sleeps although connections are ready.
+	// idleRun is what a run of mr_tx takes that finds nothing.
+	idleRun = 50 * time.Nanosecond
+
+	// lookRepeat is the least length of a call, and that of the one that looks at all work once
+	// more before the pump sleeps although connections are ready.
 	lookRepeat = 64
 
 	// maxBatch is the kernel's TEST_XDP_MAX_BATCH; a veth ring holds 256 frames and drops beyond.
@@ -188,12 +191,13 @@ func (p *pump) run() {
 	last := p.clk.now()
 	for !p.stop.Load() {
 		atomic.StoreUint64(&w.PacedNs, 0)
-		sent, err := p.call(pumpRepeat, p.tempo.batch)
+		repeat := p.repeat()
+		sent, err := p.call(repeat, p.tempo.batch)
 		if err != nil {
 			p.failed(err)
 			return
 		}
-		p.tempo.adapt(sent, pumpRepeat)
+		p.tempo.adapt(sent, uint64(repeat))
 		now := p.clk.now()
 		if sent > 0 {
 			last = now
@@ -214,6 +218,14 @@ func (p *pump) run() {
 			last = p.clk.now()
 		}
 	}
+}
+
+// repeat is the length of the next call: no longer than the pump may spin, unless much is sent.
+func (p *pump) repeat() uint32 {
+	if p.tempo.batch > 1 {
+		return pumpRepeat
+	}
+	return uint32(min(max(p.spin/int64(idleRun), lookRepeat), pumpRepeat))
 }
 
 // call runs mr_tx and says how many packets it sent. A run that a signal ended has run some.

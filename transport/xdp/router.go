@@ -29,7 +29,7 @@ const (
 	resolveTime = 5 * time.Second
 	// straggleTime is how long others may take once one way is known.
 	straggleTime = time.Second
-	// settleTime is how long route changes may come in before they are followed.
+	// settleTime is how long route changes are collected before they are followed.
 	settleTime = 20 * time.Millisecond
 	// rewatchTime is the wait before a broken subscription is renewed.
 	rewatchTime = time.Second
@@ -49,6 +49,9 @@ type router struct {
 	wg   sync.WaitGroup
 	once sync.Once
 
+	// ask is held while a neighbour is looked at and asked for, or let go. Taken before mu.
+	ask sync.Mutex
+
 	mu   sync.Mutex
 	hops map[hopKey]*hop
 }
@@ -65,7 +68,8 @@ type hop struct {
 	refs    int
 	gateway netip.Addr       // whose link address counts: the peer's, or a router's
 	mac     net.HardwareAddr // nil while unknown
-	state   int              // NUD_*, for messages
+	state   int              // NUD_*
+	asked   bool             // the kernel was told to resolve the gateway
 	users   map[user]struct{}
 }
 
@@ -112,6 +116,8 @@ func (r *router) take(ctx context.Context, paths []core.PathParams) ([]*hop, err
 
 // give ends the use of hops. The kernel no more keeps a neighbour alive that nobody uses.
 func (r *router) give(hops []*hop) {
+	r.ask.Lock()
+	defer r.ask.Unlock()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for _, h := range hops {
@@ -152,10 +158,12 @@ func (r *router) resolve(ctx context.Context, hops []*hop) error {
 			switch {
 			case h.mac != nil:
 				known++
-			case h.plane.up.Load():
-				all = false
-				fallthrough
 			default:
+				// Without carrier or route there is nothing to wait for, nor when the kernel
+				// has given up.
+				if h.plane.up.Load() && herr == nil && h.state&unix.NUD_FAILED == 0 {
+					all = false
+				}
 				if err == nil {
 					err = cmpErr(herr, fmt.Errorf("path %d from %v on %s to %v: neighbour %v is %s, want its link address",
 						i, h.local, h.plane.name, h.remote, h.gateway, stateName(h)))
@@ -172,7 +180,7 @@ func (r *router) resolve(ctx context.Context, hops []*hop) error {
 			}
 			return nil
 		}
-		if known == 0 && all { // no plane has a carrier
+		if known == 0 && all {
 			return err
 		}
 		select {
@@ -222,14 +230,19 @@ func stateName(h *hop) string {
 // refresh looks up a hop's route and neighbour, asks the kernel to resolve the latter if it is
 // not known, and to keep it alive: packets that XDP sends and receives tell it nothing.
 func (r *router) refresh(h *hop) error {
+	r.ask.Lock()
+	defer r.ask.Unlock()
 	what := fmt.Sprintf("path from %v on %s to %v", h.local, h.plane.name, h.remote)
 	gateway, err := r.nextHop(h)
 	if err != nil {
 		return fmt.Errorf("%s: %w", what, err)
 	}
 	r.mu.Lock()
-	changed := h.gateway != gateway
-	h.gateway = gateway
+	if h.gateway != gateway {
+		h.gateway, h.asked = gateway, false
+	}
+	asked := h.asked
+	h.asked = true
 	r.mu.Unlock()
 	family := netlink.FAMILY_V4
 	if gateway.Is6() {
@@ -245,10 +258,12 @@ func (r *router) refresh(h *hop) error {
 			found = n
 		}
 	}
-	resolving := found.State&(usable|unix.NUD_INCOMPLETE) != 0
-	if found.State&(unix.NUD_PERMANENT|unix.NUD_NOARP) == 0 && (changed || !resolving || found.FlagsExt&netlink.NTF_EXT_MANAGED == 0) {
+	if found.State&(unix.NUD_PERMANENT|unix.NUD_NOARP) == 0 && (!asked || found.FlagsExt&netlink.NTF_EXT_MANAGED == 0) {
 		if err := r.askNeighbour(h.plane.ifindex, gateway, netlink.NTF_EXT_MANAGED); err != nil {
 			return fmt.Errorf("%s: have neighbour %v resolved: %w", what, gateway, err)
+		}
+		if found.State&unix.NUD_FAILED != 0 {
+			found.State = unix.NUD_INCOMPLETE // anew
 		}
 	}
 	r.learn(h, &found)
@@ -293,7 +308,7 @@ func (r *router) learn(h *hop, n *netlink.Neigh) {
 		return
 	}
 	if h.mac != nil {
-		r.log.Info("link address of a neighbour changed", "interface", h.plane.name, "neighbour", h.gateway, "from", h.mac, "to", n.HardwareAddr)
+		r.log.Info("link address of a neighbour changed", "interface", h.plane.name, "neighbour", h.gateway, "from", h.mac.String(), "to", n.HardwareAddr.String())
 	}
 	h.mac = slices.Clone(n.HardwareAddr)
 	r.update(h)
@@ -429,9 +444,7 @@ func (r *router) follow(neigh chan netlink.NeighUpdate, route chan netlink.Route
 		go drain(route)
 		go drain(link)
 	}()
-	settle := time.NewTimer(0)
-	settle.Stop()
-	defer settle.Stop()
+	var settle <-chan time.Time
 	for {
 		select {
 		case <-r.done:
@@ -447,8 +460,11 @@ func (r *router) follow(neigh chan netlink.NeighUpdate, route chan netlink.Route
 			if !ok {
 				return
 			}
-			settle.Reset(settleTime)
-		case <-settle.C:
+			if settle == nil {
+				settle = time.After(settleTime)
+			}
+		case <-settle:
+			settle = nil
 			r.lookAtAll()
 		case u, ok := <-link:
 			if !ok {
