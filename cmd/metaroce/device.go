@@ -6,7 +6,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
+	"os"
 	"strconv"
 	"strings"
 	"time"
@@ -41,7 +43,7 @@ func (f *deviceFlags) register(flags *pflag.FlagSet) {
 
 // config makes of the flags what transport.Open wants.
 func (f *deviceFlags) config() (transport.Config, error) {
-	c := transport.Config{Paths: f.paths, Payload: f.payload, Generic: f.generic, Port: f.udpPort}
+	c := transport.Config{Paths: f.paths, Payload: f.payload, Generic: f.generic, Port: f.udpPort, Logger: quiet()}
 	switch f.checksum {
 	case "on":
 	case "off":
@@ -60,6 +62,12 @@ func (f *deviceFlags) config() (transport.Config, error) {
 	var err error
 	c.Interfaces, err = f.interfaces()
 	return c, err
+}
+
+// quiet logs what is wrong and nothing else: standard output and error are the
+// command's own.
+func quiet() *slog.Logger {
+	return slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelWarn}))
 }
 
 func (f *deviceFlags) interfaces() ([]string, error) {
