@@ -40,6 +40,10 @@ type Config struct {
 	// RetryTime is how long a connection lives without hearing from its peer
 	// while it waits for it, default 2 s.
 	RetryTime time.Duration
+	// Keepalive is how long an idle connection waits before it asks whether its
+	// peer is still there, default 10 s. One that is gone is noticed within
+	// Keepalive + RetryTime, give or take a probe.
+	Keepalive time.Duration
 	// MaxConns, PathPool and MaxRegions size the device's tables; defaults 256,
 	// 2048 and 256.
 	MaxConns, PathPool, MaxRegions int
@@ -54,6 +58,7 @@ const (
 	defaultDSCP       = 26
 	defaultSpin       = 200 * time.Microsecond
 	defaultRetryTime  = 2 * time.Second
+	defaultKeepalive  = 10 * time.Second
 	defaultMaxConns   = 256
 	defaultPathPool   = 2048
 	defaultMaxRegions = 256
@@ -96,6 +101,9 @@ func (c Config) withDefaults() (Config, error) {
 	if c.RetryTime == 0 {
 		c.RetryTime = defaultRetryTime
 	}
+	if c.Keepalive == 0 {
+		c.Keepalive = defaultKeepalive
+	}
 	if c.Logger == nil {
 		c.Logger = slog.Default()
 	}
@@ -108,6 +116,8 @@ func (c Config) withDefaults() (Config, error) {
 		return c, fmt.Errorf("DSCP %d, want 0 to 63", *c.DSCP)
 	case c.RetryTime < 0:
 		return c, fmt.Errorf("retry time %v, want a positive one", c.RetryTime)
+	case c.Keepalive < 0:
+		return c, fmt.Errorf("keepalive %v, want a positive time", c.Keepalive)
 	case c.MaxConns < 0 || c.PathPool < 0 || c.MaxRegions < 0:
 		return c, fmt.Errorf("table sizes %d, %d and %d, want positive ones", c.MaxConns, c.PathPool, c.MaxRegions)
 	}

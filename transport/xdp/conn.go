@@ -186,7 +186,7 @@ func (c *Conn) Start(ctx context.Context, p core.ConnParams) (err error) {
 
 	now := c.e.clk.now()
 	c.policy = core.NewPolicy(core.PolicyConfig{
-		Params: p, Peer: peerName(p), RetryTime: c.e.cfg.RetryTime,
+		Params: p, Peer: peerName(p), RetryTime: c.e.cfg.RetryTime, Keepalive: c.e.cfg.Keepalive,
 		Rand: rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())),
 	})
 	start := c.policy.Start(now)

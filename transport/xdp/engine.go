@@ -48,6 +48,7 @@ type Config struct {
 	PreferIPv6  bool          // use a plane's IPv6 address though it has an IPv4 one
 	Spin        time.Duration // without a packet, before the pump sleeps
 	RetryTime   time.Duration // without progress, before a connection fails
+	Keepalive   time.Duration // without a word, before an idle peer is asked; 0: core's default
 	MaxConns    int           // connection slots, rounded up to a power of two
 	PathPool    int           // paths of all connections together
 	MaxRegions  int           // memory regions, one less than that
