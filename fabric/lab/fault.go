@@ -175,6 +175,8 @@ func (l *Lab) setDown(plane int, down bool) error {
 }
 
 func (l *Lab) updatePlane(plane int, change func(*labLabPlane)) error {
+	l.planeMu.Lock()
+	defer l.planeMu.Unlock()
 	var entry labLabPlane
 	if err := l.sw.Planes.Lookup(uint32(plane), &entry); err != nil {
 		return fmt.Errorf("lab %s: plane %d: %w", l.cfg.Name, plane, err)

@@ -18,6 +18,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/vishvananda/netlink"
@@ -133,8 +134,9 @@ func checkName(name string) error {
 // Lab is a network that is up. Its state is in the kernel: a Lab is only a handle,
 // and any process may open another one.
 type Lab struct {
-	cfg Config
-	sw  *switchMaps // nil: direct
+	cfg     Config
+	sw      *switchMaps // nil: direct
+	planeMu sync.Mutex  // a plane's settings are read, changed and written back
 }
 
 // Up makes a lab; one of the same name is torn down first. On failure nothing is

@@ -454,7 +454,7 @@ func readlink(t *testing.T, path string) string {
 func TestStart_entersTheNetworkNamespaceOnly(t *testing.T) {
 	l := up(t, Config{})
 	var out bytes.Buffer
-	cmd := exec.Command("readlink", "/proc/self/ns/mnt", "/proc/self/ns/net")
+	cmd := exec.Command("sh", "-c", "readlink /proc/self/ns/mnt; readlink /proc/self/ns/net")
 	cmd.Stdout = &out
 	if err := l.Start(0, cmd); err != nil {
 		t.Fatal(err)
