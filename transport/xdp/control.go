@@ -49,7 +49,9 @@ func (e *Engine) controlLoop() {
 // tick asks the policy, if it is due or something was posted, and applies its answer. It returns
 // when the next tick is due.
 func (c *Conn) tick(now int64) (next int64) {
-	c.tickMu.Lock()
+	if !c.tickMu.TryLock() {
+		return now + tickNs // it is being started or closed: others are not to wait for that
+	}
 	defer c.tickMu.Unlock()
 	if c.over.Load() || c.q == nil {
 		return never

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net"
+	"net/netip"
 	"os"
 	"runtime"
 	"slices"
@@ -600,6 +601,42 @@ func neighbourThatDoesNotAnswerIsNamedWithItsState(t *testing.T, e [2]*Engine) {
 	if err := c.Close(); err != nil {
 		t.Error(err)
 	}
+}
+
+func TestPacketsToAnotherNetworkGoToTheRouterAndFollowItsRoute(t *testing.T) {
+	hosts := newHosts(t, 1)
+	e := [2]*Engine{openOn(t, hosts[0], Config{}), openOn(t, hosts[1], Config{})}
+	link, err := hosts[0].nl.LinkByName("p0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	far := &net.IPNet{IP: net.IPv4(198, 19, 0, 0), Mask: net.CIDRMask(24, 32)}
+	route := func(gateway byte) {
+		t.Helper()
+		r := &netlink.Route{LinkIndex: link.Attrs().Index, Dst: far, Gw: net.IPv4(198, 18, 0, gateway)}
+		if err := hosts[0].nl.RouteReplace(r); err != nil {
+			t.Fatal(err)
+		}
+	}
+	route(2)
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	hops, err := e[0].router.take(ctx, []core.PathParams{{
+		Local: e[0].planes[0].addr, Remote: netip.MustParseAddr("198.19.0.1"),
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer e[0].router.give(hops)
+	if mac := e[1].planes[0].mac; !bytes.Equal(hops[0].mac, mac) {
+		t.Errorf("link address %v, want the router's, %v", hops[0].mac, mac)
+	}
+	route(99)
+	waitFor(t, "the other router", func() bool {
+		e[0].router.mu.Lock()
+		defer e[0].router.mu.Unlock()
+		return hops[0].gateway == netip.MustParseAddr("198.18.0.99")
+	})
 }
 
 func TestNeighboursAreKeptAliveWhileTheyAreUsed(t *testing.T) {
