@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+
+	"github.com/metaroce/metaroce/fabric/lab"
+)
+
+// threadStates are the letters that /proc gives for a process's threads.
+func threadStates(pid int) ([]byte, error) {
+	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", pid))
+	if err != nil {
+		return nil, err
+	}
+	var states []byte
+	for _, file := range files {
+		b, err := os.ReadFile(file)
+		if os.IsNotExist(err) {
+			continue // ended in between
+		}
+		if err != nil {
+			return nil, err
+		}
+		// The name before it is in parentheses and may contain anything.
+		if i := bytes.LastIndexByte(b, ')'); i >= 0 && i+2 < len(b) {
+			states = append(states, b[i+2])
+		}
+	}
+	return states, nil
+}
+
+// leftBehind lists what a device has outside its process on a host: XDP programs on its
+// interfaces, parked interfaces, pins.
+func leftBehind(t *testing.T, l *lab.Lab, index int) []string {
+	t.Helper()
+	ns, err := netns.GetFromPath(l.NetNS(index))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ns.Close()
+	nl, err := netlink.NewHandleAt(ns, unix.NETLINK_ROUTE)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer nl.Close()
+	links, err := nl.LinkList()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var found []string
+	for _, link := range links {
+		a := link.Attrs()
+		if a.Xdp != nil && a.Xdp.Attached {
+			found = append(found, "program on "+a.Name)
+		}
+		if strings.HasPrefix(a.Name, "mrp") {
+			found = append(found, "parked interface "+a.Name)
+		}
+	}
+	if d, ok := findDevice(t, l, index); ok {
+		found = append(found, "pins "+d.Name)
+	}
+	return found
+}
+
+func wantNothingLeft(t *testing.T, l *lab.Lab, index int) {
+	t.Helper()
+	if found := leftBehind(t, l, index); len(found) > 0 {
+		t.Errorf("left behind on host %d: %s", index, strings.Join(found, ", "))
+	}
+}
+
+// wantNoProgram waits until no program is attached to any interface of a host.
+func wantNoProgram(t *testing.T, l *lab.Lab, index int) {
+	t.Helper()
+	waitFor(t, fmt.Sprintf("no program attached on host %d", index), func() bool {
+		return !strings.Contains(strings.Join(leftBehind(t, l, index), ","), "program on")
+	})
+}
+
+func TestWritesCompleteWhileEveryThreadOfTheReceiverIsStopped(t *testing.T) {
+	size := uint64(pick(100<<20, 8<<20))
+	p := startNodes(t, newLab(t, lab.Config{Planes: 2}), nodeConfig{size: size})
+	p.n[1].stop()
+	p.n[0].must(opWrite, p.write(size, 1))
+	states, err := threadStates(p.n[1].cmd.Process.Pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if running := bytes.Trim(states, "T"); len(running) > 0 || len(states) == 0 {
+		t.Fatalf("threads of the receiver have states %q, want all stopped", states)
+	}
+	p.n[1].cont()
+	p.wantEqualSums()
+}
+
+func TestTransferGoesOnAfterTheSenderWasStoppedForLongerThanTheRetryTime(t *testing.T) {
+	const retry = 500 * time.Millisecond
+	const size = 8 << 20
+	// Slow enough that the transfer is under way when the sender stops.
+	p := startNodes(t, newLab(t, lab.Config{Planes: 2, Rate: 50e6}), nodeConfig{size: size, retry: retry})
+	over := [2]<-chan nodeMsg{p.n[0].ask(nodeMsg{Op: opDone}), p.n[1].ask(nodeMsg{Op: opDone})}
+	written := p.write(size, 2)
+	select {
+	case m := <-written:
+		t.Fatalf("the transfer was over before the sender could be stopped: %q", m.Err)
+	case <-time.After(50 * time.Millisecond):
+	}
+	p.n[0].stop()
+	time.Sleep(3 * retry)
+	for i, c := range over {
+		select {
+		case m := <-c:
+			t.Fatalf("end %d of the connection ended with %q", i, m.Text)
+		default:
+		}
+	}
+	p.n[0].cont()
+	p.n[0].must(opWrite, written)
+	p.wantEqualSums()
+	for i, c := range over {
+		select {
+		case m := <-c:
+			t.Errorf("end %d of the connection ended with %q", i, m.Text)
+		default:
+		}
+	}
+}
+
+func TestPeerOfAKilledProgramIsToldWithinASecondAndTheNextStartCleansUp(t *testing.T) {
+	l := newLab(t, lab.Config{Planes: 2})
+	for _, c := range []struct {
+		name string
+		dead int
+		busy bool
+	}{
+		{"idle listener", 1, false},
+		{"receiver in mid-transfer", 1, true},
+		{"sender in mid-transfer", 0, true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			// Neither retry time nor keepalive can be what tells the peer.
+			cfg := nodeConfig{size: 1 << 20, retry: time.Minute, keepalive: time.Minute}
+			p := startNodes(t, l, cfg)
+			dead, alive := p.n[c.dead], p.n[1-c.dead]
+			over := alive.ask(nodeMsg{Op: opDone})
+			var written <-chan nodeMsg
+			if c.busy {
+				written = p.write(cfg.size, 1e6)
+				select {
+				case m := <-written:
+					t.Fatalf("the transfer ended before anybody was killed: %q", m.Err)
+				case <-time.After(200 * time.Millisecond):
+				}
+			}
+			start := time.Now()
+			dead.kill()
+			gone := time.Since(start)
+			m := alive.must(opDone, over)
+			// How long the kernel takes to take a process down is its own affair.
+			if took := time.Since(start) - gone; took > time.Second {
+				t.Errorf("the peer was told after %v, want at most 1 s (the process itself took %v)", took, gone)
+			}
+			if m.Kind != kindDied {
+				t.Errorf("the connection ended with %q (%s), want %s", m.Text, m.Kind, kindDied)
+			}
+			if c.busy && c.dead == 1 {
+				if m := alive.answer(opWrite, written); m.Kind != kindDied {
+					t.Errorf("the write ended with %q (%s), want %s", m.Err, m.Kind, kindDied)
+				}
+			}
+			wantNoProgram(t, l, c.dead)
+			// The dead one's pins and parked interface are gone when its successor is.
+			next := startNode(t, l, c.dead)
+			next.do(nodeMsg{Op: opOpen, Interfaces: l.Interfaces(c.dead)})
+			next.do(nodeMsg{Op: opQuit})
+			alive.do(nodeMsg{Op: opQuit})
+			for i := range 2 {
+				wantNothingLeft(t, l, i)
+			}
+		})
+	}
+}
