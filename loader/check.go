@@ -219,10 +219,23 @@ func netnsInode() (uint64, error) {
 	return st.Ino, nil
 }
 
-// ensureBPFFS mounts a BPF file system at bpffsRoot if there is none.
-func ensureBPFFS(log *slog.Logger) error {
+// EnsureBPFFS mounts a BPF file system at /sys/fs/bpf if there is none. Two processes that find it
+// missing together must not both mount it, or the second mount hides the first one's pins: the
+// directory below the mount point serves as lock.
+func EnsureBPFFS(log *slog.Logger) error {
 	ok, err := isBPFFS()
 	if ok || err != nil {
+		return err
+	}
+	dir, err := os.Open(bpffsRoot)
+	if err != nil {
+		return fmt.Errorf("%s: no BPF file system is mounted, want one: %w", bpffsRoot, err)
+	}
+	defer dir.Close()
+	if err := unix.Flock(int(dir.Fd()), unix.LOCK_EX); err != nil {
+		return fmt.Errorf("%s: lock it to mount the BPF file system: %w", bpffsRoot, err)
+	}
+	if ok, err = isBPFFS(); ok || err != nil {
 		return err
 	}
 	if err := unix.Mount("bpf", bpffsRoot, "bpf", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC|unix.MS_RELATIME, "mode=0700"); err != nil {

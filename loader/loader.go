@@ -138,7 +138,7 @@ func Load(ctx context.Context, opts Options) (_ *Objects, err error) {
 			warnIfCannotSend(o.log, itf)
 		}
 	}
-	if err := ensureBPFFS(o.log); err != nil {
+	if err := EnsureBPFFS(o.log); err != nil {
 		return nil, err
 	}
 	if err := o.claim(ctx, nl); err != nil {

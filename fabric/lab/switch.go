@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math"
 	"os"
 	"path/filepath"
@@ -13,6 +14,8 @@ import (
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
+
+	"github.com/metaroce/metaroce/loader"
 )
 
 // metaVersion changes when the maps' layout does: a lab of another version cannot be opened.
@@ -141,9 +144,12 @@ func queueTicks(bytes, byteCost uint64) uint64 {
 	return uint64(min(ticks, math.MaxInt64/2))
 }
 
+// pinRoot holds a directory for each lab that has a switch.
+const pinRoot = "/sys/fs/bpf/metaroce-lab"
+
 // joinBySwitch makes the switch and gives every host one interface a plane.
 func (l *Lab) joinBySwitch(ctx context.Context) error {
-	if err := ensureBPFFS(); err != nil {
+	if err := loader.EnsureBPFFS(slog.New(slog.DiscardHandler)); err != nil {
 		return err
 	}
 	if err := createNetNS(l.switchNamespace()); err != nil {
