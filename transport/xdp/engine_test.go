@@ -666,6 +666,30 @@ func TestNeighboursAreKeptAliveWhileTheyAreUsed(t *testing.T) {
 	}
 }
 
+func TestPermanentNeighbourIsLeftAsItIs(t *testing.T) {
+	hosts := newHosts(t, 1)
+	e := [2]*Engine{openOn(t, hosts[0], Config{}), openOn(t, hosts[1], Config{})}
+	peer := net.IPv4(198, 18, 0, 2)
+	err := hosts[0].nl.NeighSet(&netlink.Neigh{
+		LinkIndex: e[0].planes[0].ifindex, IP: peer, State: netlink.NUD_PERMANENT, HardwareAddr: e[1].planes[0].mac,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := connect(t, e, 2)
+	if err := c[0].Close(); err != nil {
+		t.Fatal(err)
+	}
+	list, err := hosts[0].nl.NeighList(e[0].planes[0].ifindex, netlink.FAMILY_V4)
+	if err != nil {
+		t.Fatal(err)
+	}
+	i := slices.IndexFunc(list, func(n netlink.Neigh) bool { return n.IP.Equal(peer) })
+	if i < 0 || list[i].State != netlink.NUD_PERMANENT {
+		t.Errorf("neighbours after the connection %+v, want %v as permanent as before", list, peer)
+	}
+}
+
 func idleConnectionCostsAlmostNoCPU(t *testing.T, e [2]*Engine) {
 	c := connect(t, e, 8)
 	from, to := alloc(t, e[0], 100), alloc(t, e[1], 100)

@@ -125,7 +125,9 @@ func (r *router) give(hops []*hop) {
 			continue
 		}
 		delete(r.hops, h.hopKey)
-		if h.gateway.IsValid() && !r.neighbourUsed(h.plane.ifindex, h.gateway) {
+		// Asking for a permanent neighbour would make it one that must be resolved.
+		fixed := h.state&(unix.NUD_PERMANENT|unix.NUD_NOARP) != 0
+		if h.gateway.IsValid() && !fixed && !r.neighbourUsed(h.plane.ifindex, h.gateway) {
 			if err := r.askNeighbour(h.plane.ifindex, h.gateway, 0); err != nil {
 				r.log.Warn("neighbour stays managed", "interface", h.plane.name, "neighbour", h.gateway, "error", err)
 			}
