@@ -144,14 +144,15 @@ func Open(ctx context.Context, cfg Config) (_ *Engine, err error) {
 	if e.clk, err = newClock(); err != nil {
 		return nil, err
 	}
-	if e.router, err = newRouter(e); err != nil {
-		return nil, err
-	}
+	// First of all that needs rights, because it says which are missing.
 	e.reg, err = loader.Load(ctx, loader.Options{
 		Interfaces: cfg.Interfaces, Port: cfg.Port, MaxConns: cfg.MaxConns, PathPool: cfg.PathPool,
 		MaxRegions: cfg.MaxRegions, Generic: cfg.Generic, Logger: e.log,
 	})
 	if err != nil {
+		return nil, err
+	}
+	if e.router, err = newRouter(e); err != nil {
 		return nil, err
 	}
 	if err = e.findPlanes(); err != nil {
