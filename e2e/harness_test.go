@@ -358,12 +358,19 @@ func nextOf(ctx context.Context, q *transport.CQ) (transport.Completion, error) 
 // wantNoMore fails if one of the queues has a completion: each request has one and no second.
 func wantNoMore(t *testing.T, queues ...*transport.CQ) {
 	t.Helper()
-	var c [1]transport.Completion
 	for _, q := range queues {
-		if q.Poll(c[:]) != 0 {
-			t.Errorf("one completion too many: %+v", c[0])
+		if err := noMore(q); err != nil {
+			t.Error(err)
 		}
 	}
+}
+
+func noMore(q *transport.CQ) error {
+	var c [1]transport.Completion
+	if q.Poll(c[:]) != 0 {
+		return fmt.Errorf("one completion too many: %+v", c[0])
+	}
+	return nil
 }
 
 // wantEqual compares memory with what it should hold and names the first byte that differs.

@@ -7,7 +7,10 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/metaroce/metaroce/transport"
 	"github.com/metaroce/metaroce/transport/core"
@@ -61,12 +64,7 @@ func newDirection(t *testing.T, a, b *host, src, dst *transport.Conn, seed uint6
 		a: a, b: b, src: src, dst: dst, messages: m,
 		from: a.alloc(t, from), to: b.alloc(t, to), want: make([]byte, to),
 	}
-	noise(d.from.Bytes(), seed)
-	noise(d.want, seed+1)
-	copy(d.to.Bytes(), d.want)
-	for _, m := range m {
-		copy(d.want[m.to:m.to+m.size], d.from.Bytes()[m.from:m.from+m.size])
-	}
+	d.refill(seed)
 	return d
 }
 
@@ -183,7 +181,14 @@ func exchange(t *testing.T, directions ...*direction) {
 // run is exchange without the counters.
 func run(t *testing.T, directions ...*direction) {
 	t.Helper()
-	ctx, cancel := context.WithCancel(bounded(t))
+	if err := transfer(bounded(t), directions...); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// transfer performs directions at the same time and checks completions and memory.
+func transfer(ctx context.Context, directions ...*direction) error {
+	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	done := make(chan error, 2*len(directions))
 	for _, d := range directions {
@@ -197,12 +202,87 @@ func run(t *testing.T, directions ...*direction) {
 			cancel()
 		}
 	}
-	if err := errors.Join(errs...); err != nil {
-		t.Fatal(err)
+	if errs != nil {
+		return errors.Join(errs...)
 	}
 	for _, d := range directions {
-		wantEqual(t, fmt.Sprintf("memory of host %d, guards included", d.b.index), d.to.Bytes(), d.want)
-		wantNoMore(t, d.src.SendCQ(), d.dst.RecvCQ())
+		errs = append(errs, differ(fmt.Sprintf("memory of host %d, guards included", d.b.index), d.to.Bytes(), d.want),
+			noMore(d.src.SendCQ()), noMore(d.dst.RecvCQ()))
+	}
+	return errors.Join(errs...)
+}
+
+// refill gives a direction whose transfer is over new contents, so that it can be performed again.
+func (d *direction) refill(seed uint64) {
+	noise(d.from.Bytes(), seed)
+	noise(d.want, seed+1)
+	copy(d.to.Bytes(), d.want)
+	for _, m := range d.messages {
+		copy(d.want[m.to:m.to+m.size], d.from.Bytes()[m.from:m.from+m.size])
+	}
+}
+
+// busy performs directions again and again, until stop, beside what the test does.
+type busy struct {
+	end  chan struct{}
+	over chan struct{}
+	once sync.Once
+	err  error
+	n    atomic.Int64
+}
+
+func keepBusy(t *testing.T, directions ...*direction) *busy {
+	t.Helper()
+	b := &busy{end: make(chan struct{}), over: make(chan struct{})}
+	ctx := t.Context()
+	go func() {
+		defer close(b.over)
+		for seed := uint64(1000); ; seed += 10 {
+			if b.err = transfer(ctx, directions...); b.err != nil {
+				return
+			}
+			b.n.Add(1)
+			select {
+			case <-b.end:
+				return
+			default:
+			}
+			for i, d := range directions {
+				d.refill(seed + 2*uint64(i))
+			}
+		}
+	}()
+	t.Cleanup(func() { b.once.Do(func() { close(b.end) }); <-b.over })
+	return b
+}
+
+// rounds is how often the directions have been performed.
+func (b *busy) rounds() int64 { return b.n.Load() }
+
+// waitFor waits until cond holds, or fails with what stopped the traffic.
+func (b *busy) waitFor(t *testing.T, what string, cond func() bool) {
+	t.Helper()
+	waitFor(t, what, func() bool {
+		select {
+		case <-b.over:
+			t.Fatalf("waiting for %s: %v", what, b.err)
+		default:
+		}
+		return cond()
+	})
+}
+
+// stop ends the traffic after the round under way and fails if anything went wrong.
+func (b *busy) stop(t *testing.T) {
+	t.Helper()
+	b.once.Do(func() { close(b.end) })
+	select {
+	case <-b.over:
+	case <-time.After(patience):
+		t.Fatalf("the last transfer does not end within %v", patience)
+	}
+	if b.err != nil {
+		t.Fatal(b.err)
 	}
 }
 
