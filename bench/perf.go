@@ -215,11 +215,22 @@ func Connect(ctx context.Context, d *transport.Device, addr string, p Params, o 
 // retryEvery is how long DialRetry waits between two attempts.
 const retryEvery = 100 * time.Millisecond
 
+// leastAttempt is what an attempt of DialRetry may take although the time is up:
+// a peer that is there answers within it.
+const leastAttempt = 2 * time.Second
+
 // DialRetry is Device.Dial, but tries again for the time wait while nobody
-// listens at addr.
+// listens at addr, and gives up a peer that does not answer within that time. A
+// wait of 0 is a single attempt with Dial's own bound.
 func DialRetry(ctx context.Context, d *transport.Device, addr string, private []byte, wait time.Duration, opts ...transport.ConnOption) (*transport.Conn, error) {
 	for end := time.Now().Add(wait); ; {
-		c, err := d.Dial(ctx, addr, private, opts...)
+		bound := max(time.Until(end), leastAttempt)
+		if wait == 0 {
+			bound = time.Minute // Dial's own is less
+		}
+		attempt, cancel := context.WithTimeout(ctx, bound)
+		c, err := d.Dial(attempt, addr, private, opts...)
+		cancel()
 		switch {
 		case err == nil:
 			return c, nil

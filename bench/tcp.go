@@ -6,10 +6,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"net/netip"
 	"os"
+	"runtime"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -197,43 +197,110 @@ func (t *TCP) Segments() (sent, again uint64, err error) {
 
 // PingPong sends messages of o.Size bytes on the first connection and waits for
 // an answer of answer bytes to each: what an application has that wants to know
-// that its message arrived.
-func (t *TCP) PingPong(ctx context.Context, o LatOptions, answer int) (LatResult, error) {
-	client, server := t.clients[0], t.servers[0]
-	stop := context.AfterFunc(ctx, func() {
-		_ = client.SetDeadline(time.Unix(1, 0))
-		_ = server.SetDeadline(time.Unix(1, 0))
-	})
+// that its message arrived. Both ends make blocking system calls on threads of
+// their own, as a program in C would. The connections are closed after.
+func (t *TCP) PingPong(ctx context.Context, o LatOptions, answer int) (r LatResult, err error) {
+	defer t.Close()
+	client, err := blocking(t.clients[0])
+	if err != nil {
+		return r, err
+	}
+	defer client.Close()
+	server, err := blocking(t.servers[0])
+	if err != nil {
+		return r, err
+	}
+	// Ends whatever waits.
+	hangUp := func() {
+		_ = unix.Shutdown(client.fd, unix.SHUT_RDWR)
+		_ = unix.Shutdown(server.fd, unix.SHUT_RDWR)
+	}
+	stop := context.AfterFunc(ctx, hangUp)
 	defer stop()
-	done := make(chan error, 1)
+	done := make(chan struct{})
 	go func() {
+		defer close(done)
+		defer server.Close()
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
 		buf := make([]byte, max(int(o.Size), answer))
 		for {
-			if _, err := io.ReadFull(server, buf[:o.Size]); err != nil {
-				done <- err
-				return
-			}
-			if _, err := server.Write(buf[:answer]); err != nil {
-				done <- err
-				return
+			if server.read(buf[:o.Size]) != nil || server.write(buf[:answer]) != nil {
+				return // the client says why
 			}
 		}
 	}()
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
 	buf := make([]byte, max(int(o.Size), answer))
-	r, err := measureLat(o, func() (int64, error) {
+	r, err = measureLat(o, func() (int64, error) {
 		start := time.Now()
-		if _, err := client.Write(buf[:o.Size]); err != nil {
+		if err := client.write(buf[:o.Size]); err != nil {
 			return 0, err
 		}
-		if _, err := io.ReadFull(client, buf[:answer]); err != nil {
+		if err := client.read(buf[:answer]); err != nil {
 			return 0, err
 		}
 		return time.Since(start).Nanoseconds(), nil
 	})
-	_ = server.SetDeadline(time.Unix(1, 0))
+	hangUp()
 	<-done
 	if err != nil && ctx.Err() != nil {
 		err = context.Cause(ctx)
 	}
 	return r, err
+}
+
+// blockingConn is a TCP connection by plain system calls.
+type blockingConn struct {
+	*os.File
+	fd int
+}
+
+// stallTime bounds one blocking call.
+const stallTime = 30 * time.Second
+
+// blocking gives a second, blocking descriptor of c's socket.
+func blocking(c *net.TCPConn) (*blockingConn, error) {
+	f, err := c.File()
+	if err != nil {
+		return nil, err
+	}
+	b := &blockingConn{File: f, fd: int(f.Fd())} // Fd makes it blocking
+	limit := unix.NsecToTimeval(stallTime.Nanoseconds())
+	if err := errors.Join(
+		unix.SetNonblock(b.fd, false),
+		unix.SetsockoptTimeval(b.fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &limit),
+		unix.SetsockoptTimeval(b.fd, unix.SOL_SOCKET, unix.SO_SNDTIMEO, &limit),
+	); err != nil {
+		return nil, errors.Join(fmt.Errorf("socket: %w", err), f.Close())
+	}
+	return b, nil
+}
+
+func (b *blockingConn) read(buf []byte) error {
+	return b.all(buf, func(rest []byte) (int, error) { return unix.Read(b.fd, rest) })
+}
+
+func (b *blockingConn) write(buf []byte) error {
+	return b.all(buf, func(rest []byte) (int, error) { return unix.Write(b.fd, rest) })
+}
+
+// all calls io until buf is done.
+func (b *blockingConn) all(buf []byte, io func([]byte) (int, error)) error {
+	for len(buf) > 0 {
+		n, err := io(buf)
+		switch {
+		case errors.Is(err, unix.EINTR):
+		case errors.Is(err, unix.EAGAIN):
+			return fmt.Errorf("TCP stalled for %v", stallTime)
+		case err != nil:
+			return err
+		case n == 0:
+			return errors.New("TCP connection ended")
+		default:
+			buf = buf[n:]
+		}
+	}
+	return nil
 }
