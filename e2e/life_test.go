@@ -193,3 +193,37 @@ func TestPeerOfAKilledProgramIsToldWithinASecondAndTheNextStartCleansUp(t *testi
 		})
 	}
 }
+
+func TestIdleConnectionCostsHardlyAnyCPU(t *testing.T) {
+	idle := pick(10*time.Second, 2*time.Second)
+	p := startNodes(t, newLab(t, lab.Config{Planes: 4}), nodeConfig{size: 1 << 20})
+	p.n[0].must(opWrite, p.write(1<<20, 4))
+	usage := func() (u [2]nodeMsg) {
+		for i, n := range p.n {
+			u[i] = n.do(nodeMsg{Op: opUsage})
+		}
+		return u
+	}
+	// What set-up and transfer started, a collection of garbage for example, ends first.
+	before := usage()
+	waitFor(t, "quiet after the transfer", func() bool {
+		time.Sleep(300 * time.Millisecond)
+		last := before
+		before = usage()
+		return before[0].Switches-last[0].Switches < 100 && before[1].Switches-last[1].Switches < 100
+	})
+	time.Sleep(idle)
+	after := usage()
+	for i := range p.n {
+		cpu, switches := after[i].CPU-before[i].CPU, after[i].Switches-before[i].Switches
+		t.Logf("end %d: %v of CPU, %d voluntary context switches in %v", i, cpu, switches, idle)
+		// Whatever a thread wakes up for costs microseconds; the machine's other load can make
+		// each of them dear, but not many.
+		if most := int64(idle / (10 * time.Millisecond)); switches > most {
+			t.Errorf("end %d: %d voluntary context switches in %v, want at most %d", i, switches, idle, most)
+		}
+		if most := idle / 1000; cpu > most {
+			t.Errorf("end %d: used %v of CPU in %v, want at most %v", i, cpu, idle, most)
+		}
+	}
+}
