@@ -14,7 +14,6 @@ import (
 	"math/rand/v2"
 	"net"
 	"os"
-	"os/exec"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -32,7 +31,7 @@ import (
 const patience = 2 * time.Minute
 
 // roleVariable names the role in which this test binary runs when a test started it as a program
-// of its own, see startRole.
+// of its own, see startNode.
 const roleVariable = "METAROCE_E2E_ROLE"
 
 // roles are what this binary can be besides a test: by name, functions that get the arguments and
@@ -397,26 +396,4 @@ func differ(what string, got, want []byte) error {
 		}
 	}
 	return fmt.Errorf("%s: %d of %d bytes differ, the first at %d: %#x, want %#x", what, n, len(got), first, got[first], want[first])
-}
-
-// startRole starts this binary in a role of its own on a lab's host, with its output in the
-// test's. It is killed at the end of the test if it still runs.
-func startRole(t *testing.T, l *lab.Lab, index int, role string, args ...string) *exec.Cmd {
-	t.Helper()
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
-	cmd := exec.Command(self, args...)
-	cmd.Env = append(os.Environ(), roleVariable+"="+role)
-	cmd.Stderr = os.Stderr
-	if err := l.Start(index, cmd); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		_ = cmd.Process.Signal(syscall.SIGCONT)
-		_ = cmd.Process.Kill()
-		_ = cmd.Wait()
-	})
-	return cmd
 }

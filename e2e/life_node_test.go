@@ -279,7 +279,11 @@ func startNode(t *testing.T, l *lab.Lab, index int) *node {
 		t: t, name: fmt.Sprintf("node on host %d", index), lab: l, index: index,
 		exited: make(chan struct{}), waiting: map[int]chan nodeMsg{},
 	}
-	n.cmd = exec.Command(os.Args[0])
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.cmd = exec.Command(self)
 	n.cmd.Env = append(os.Environ(), roleVariable+"="+nodeRole)
 	n.cmd.Stderr = testLog{t}
 	in, err := n.cmd.StdinPipe()
