@@ -328,22 +328,33 @@ func entriesOf[V any](t *testing.T, pin string, used func(V) bool) (n int) {
 	return n
 }
 
-// comeAndGo sets up rounds connections from a to b, several at once, and closes them.
-func comeAndGo(t *testing.T, h [2]*host, rounds int) {
+// workers is how many connections come and go at the same time.
+const workers = 16
+
+// comeAndGo sets up rounds connections, writes three packets over each and closes it, several at
+// once. A slot that is used again must not remember its last user.
+func comeAndGo(t *testing.T, h [2]*host, from, to *transport.Memory, rounds int) {
 	t.Helper()
-	const workers = 16
+	size := uint64(len(from.Bytes()) / workers)
 	ctx := bounded(t)
 	l := h[1].listen(t)
 	defer l.Close()
 	var left atomic.Int64
 	left.Store(int64(rounds))
 	errs := make(chan error, 2*workers)
-	for range workers {
+	for i := range uint64(workers) {
 		go func() {
-			for left.Add(-1) >= 0 {
+			for n := left.Add(-1); n >= 0; n = left.Add(-1) {
 				c, err := h[0].dev.Dial(ctx, h[1].setupAddr(), nil)
 				if err == nil {
-					err = c.Close(ctx)
+					ours, theirs := from.Bytes()[i*size:][:size], to.Bytes()[i*size:][:size]
+					noise(ours, uint64(n))
+					w := transport.WriteRequest{Local: from, LocalOffset: i * size, Length: size, RemoteAddr: to.Addr() + i*size, RKey: to.RKey()}
+					err = writeOnce(ctx, c, w)
+					if err == nil {
+						err = differ("what was written", theirs, ours)
+					}
+					err = errors.Join(err, c.Close(ctx))
 				}
 				if err != nil {
 					errs <- err
@@ -391,13 +402,26 @@ func comeAndGo(t *testing.T, h [2]*host, rounds int) {
 	}
 }
 
+// writeOnce writes and waits for the completion.
+func writeOnce(ctx context.Context, c *transport.Conn, w transport.WriteRequest) error {
+	if err := c.PostWrite(w); err != nil {
+		return err
+	}
+	comp, err := nextOf(ctx, c.SendCQ())
+	if err == nil && comp.Status != core.StatusSuccess {
+		err = fmt.Errorf("write: %v: %w", comp.Status, c.Err())
+	}
+	return err
+}
+
 func TestThousandsOfConnectionsLeaveNothingBehind(t *testing.T) {
 	rounds := pick(2000, 100)
 	h := openPair(t, newLab(t, lab.Config{Direct: true}), transport.Config{})
-	comeAndGo(t, h, 64) // pools and goroutines' stacks have their size from here on
+	from, to := h[0].alloc(t, workers*3*3072), h[1].alloc(t, workers*3*3072)
+	comeAndGo(t, h, from, to, 64) // pools and goroutines' stacks have their size from here on
 	before := heldBy(t, h)
 	start := time.Now()
-	comeAndGo(t, h, rounds)
+	comeAndGo(t, h, from, to, rounds)
 	took := time.Since(start)
 	after := heldBy(t, h)
 	t.Logf("%d connects and closes in %v: %v before, %v after", rounds, took, before, after)

@@ -42,7 +42,7 @@ const (
 	opSum    = "sum"   // gives the SHA-256 of the memory
 	opDone   = "done"  // ends when the connection is over; gives why, as Kind and Text
 	opUsage  = "usage" // gives CPU and Switches
-	opClose  = "close" // the connection
+	opClose  = "close" // the connection, within Wait
 	opQuit   = "quit"  // closes the device and ends
 )
 
@@ -84,6 +84,7 @@ type nodeMsg struct {
 
 	Interfaces           []string
 	RetryTime, Keepalive time.Duration
+	Wait                 time.Duration
 	Peer                 string
 	Size, Seed           uint64
 	Addr, Length         uint64
@@ -209,6 +210,8 @@ func (n *nodeServer) do(m *nodeMsg) (err error) {
 		m.CPU = time.Duration(u.Utime.Nano() + u.Stime.Nano())
 		m.Switches = u.Nvcsw
 	case opClose:
+		ctx, cancel := context.WithTimeout(ctx, m.Wait)
+		defer cancel()
 		return n.connection().Close(ctx)
 	case opQuit:
 		if n.dev != nil {
