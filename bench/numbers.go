@@ -439,8 +439,8 @@ func (t *meter) limited(ctx context.Context) error {
 	return t.withRig(ctx, "lim", cfg, transport.Config{}, mib1, func(r *Rig) error {
 		overhead := wire.EthernetLen + wire.IPv4Len + wire.UDPLen + wire.BTHLen + wire.DataLen + wire.RETHLen
 		payload := float64(r.Conn.Info().Payload)
-		t.m.add("what headers leave of 4 x 2 Gbit/s, bit/s", numberPlanes*planesRate*payload/(payload+float64(overhead)))
 		for pair := range t.Pairs {
+			t.m.add("what headers leave of 4 x 2 Gbit/s, bit/s", numberPlanes*planesRate*payload/(payload+float64(overhead)))
 			t.say("limited planes, pair %d of %d", pair+1, t.Pairs)
 			for _, run := range []struct {
 				name string
@@ -492,22 +492,37 @@ func (t *meter) pullOnce(ctx context.Context, r *Rig) error {
 	return nil
 }
 
-// ratio adds a figure that is a median of ratios and should be at least want.
-func (t *meter) ratio(what, a, b string, want float64, of, missing string) {
-	t.compare(what, t.m.ratios(a, b), fmt.Sprintf("%.2f %s", want, of), missing, func(v float64) (string, bool) {
-		return fmt.Sprintf("%.2f %s", v, of), v >= want
-	})
+// judged is how a figure is written and what is wanted of it.
+type judged struct {
+	format  string  // of the number
+	unit    string  // what follows it
+	divisor float64 // from measured to written, 0 is 1
+	want    float64 // as measured
+	most    bool    // want is the most, not the least
 }
 
-func (t *meter) compare(what string, values []float64, wanted, missing string, judge func(float64) (string, bool)) {
-	n := Number{What: what, Wanted: wanted}
+func (j judged) write(v float64) string {
+	return fmt.Sprintf(j.format, v/max(j.divisor, 1))
+}
+
+func (j judged) wanted() string {
+	if j.most {
+		return "at most " + j.write(j.want) + j.unit
+	}
+	return "at least " + j.write(j.want) + j.unit
+}
+
+// judge adds the median of values, which are missing for a reason if there
+// are none.
+func (t *meter) judge(what string, values []float64, missing string, j judged) {
+	n := Number{What: what, Wanted: j.wanted()}
 	if len(values) == 0 {
 		n.Missing = missing
 	} else {
-		n.Measured, n.OK = judge(median(values))
-		least, _ := judge(slices.Min(values))
-		most, _ := judge(slices.Max(values))
-		n.Spread = least + " to " + most
+		v := median(values)
+		n.Measured = j.write(v) + j.unit
+		n.OK = v >= j.want && !j.most || v <= j.want && j.most
+		n.Spread = j.write(slices.Min(values)) + " to " + j.write(slices.Max(values))
 	}
 	t.numbers = append(t.numbers, n)
 }
@@ -515,50 +530,54 @@ func (t *meter) compare(what string, values []float64, wanted, missing string, j
 // conclude makes the table of what was measured.
 func (t *meter) conclude() {
 	noCeiling, noIperf := "the ceiling's source is not there", "iperf3 is not installed"
-	t.ratio("write-bw 1 MiB, payload 3072, direct", "write-bw 1 MiB, payload 3072, bit/s", ceilingName(3072, mib1),
-		wantCeiling1M, "of the ceiling", noCeiling)
-	t.ratio("write-bw 1 MiB, payload 1024, direct", "write-bw 1 MiB, payload 1024, bit/s", ceilingName(1024, mib1),
-		wantCeiling1M, "of the ceiling", noCeiling)
-	t.ratio("write-bw 16 MiB, payload 3072, direct", "write-bw 16 MiB, payload 3072, bit/s", ceilingName(3072, mib16),
-		wantCeiling16M, "of the ceiling", noCeiling)
-	t.ratio("write-bw 1 MiB, throughput", "write-bw 1 MiB, payload 3072, bit/s", "TCP, TSO, the better, bit/s",
-		wantTCP, "x TCP", noIperf)
-	t.ratio("write-bw 1 MiB, bytes a CPU second", "write-bw 1 MiB, payload 3072, bytes a CPU second",
-		"TCP, TSO, the better, bytes a CPU second", wantTCPPerCPU, "x TCP", noIperf)
-	t.ratio("write-bw through the switch, 4 planes, no rate limit", "through the switch, 4 planes, bit/s",
-		"direct, beside it, bit/s", wantSwitch, "of direct", "")
-	atMost := func(want float64, of string) func(float64) (string, bool) {
-		return func(v float64) (string, bool) { return fmt.Sprintf("%.2f %s", v, of), v <= want }
+	const (
+		bw     = "write-bw 1 MiB, payload 3072, bit/s"
+		perCPU = "write-bw 1 MiB, payload 3072, bytes a CPU second"
+		lat    = "write-lat --completion 64 B, p50, ns"
+		planes = "4 planes of 2 Gbit/s, bit/s"
+		left   = "what headers leave of 4 x 2 Gbit/s, bit/s"
+	)
+	least := func(want float64, unit string) judged { return judged{format: "%.2f", unit: unit, want: want} }
+	most := func(want float64, unit string) judged {
+		return judged{format: "%.2f", unit: unit, want: want, most: true}
 	}
-	t.compare("write-lat --completion 64 B, spinning, p50",
-		t.m.ratios("write-lat --completion 64 B, p50, ns", "ceiling round trip 64 B, p50, ns"),
-		fmt.Sprintf("at most %.2f x the ceiling's round trip", wantLatCeiling), noCeiling, atMost(wantLatCeiling, "x the ceiling's"))
-	t.compare("the same", t.m.ratios("write-lat --completion 64 B, p50, ns", "TCP ping-pong 64 B, p50, ns"),
-		fmt.Sprintf("at most %.2f of a TCP ping-pong", wantLatTCP), "", atMost(wantLatTCP, "of TCP's"))
-	planes := t.m["4 planes of 2 Gbit/s, bit/s"]
-	left := median(t.m["what headers leave of 4 x 2 Gbit/s, bit/s"])
-	shares := make([]float64, len(planes))
-	for i := range planes {
-		shares[i] = planes[i] / left
+	for _, r := range []struct {
+		what, a, b, missing string
+		j                   judged
+	}{
+		{"write-bw 1 MiB, payload 3072, direct", bw, ceilingName(3072, mib1), noCeiling, least(wantCeiling1M, " of the ceiling")},
+		{"write-bw 1 MiB, payload 1024, direct", "write-bw 1 MiB, payload 1024, bit/s", ceilingName(1024, mib1), noCeiling, least(wantCeiling1M, " of the ceiling")},
+		{"write-bw 16 MiB, payload 3072, direct", "write-bw 16 MiB, payload 3072, bit/s", ceilingName(3072, mib16), noCeiling, least(wantCeiling16M, " of the ceiling")},
+		{"write-bw 1 MiB, throughput", bw, "TCP, TSO, the better, bit/s", noIperf, least(wantTCP, " x TCP's")},
+		{"write-bw 1 MiB, bytes a CPU second", perCPU, "TCP, TSO, the better, bytes a CPU second", noIperf, least(wantTCPPerCPU, " x TCP's")},
+		{"write-bw through the switch, 4 planes, no rate limit", "through the switch, 4 planes, bit/s", "direct, beside it, bit/s", "", least(wantSwitch, " of direct")},
+		{"write-lat --completion 64 B, spinning, p50", lat, "ceiling round trip 64 B, p50, ns", noCeiling, most(wantLatCeiling, " x the ceiling's round trip")},
+		{"the same", lat, "TCP ping-pong 64 B, p50, ns", "", most(wantLatTCP, " x a TCP ping-pong's")},
+		{"4 planes of 2 Gbit/s, 1 connection: goodput", planes, left, "", judged{format: "%.3f", unit: " of what headers leave", want: wantPlanes}},
+		{"the same at 1 % loss in both directions", "the same at 1 % loss, bit/s", planes, "", least(wantLoss1, " of loss-free")},
+		{"the same at 10 % loss in both directions", "the same at 10 % loss, bit/s", planes, "", least(wantLoss10, " of loss-free")},
+	} {
+		t.judge(r.what, t.m.ratios(r.a, r.b), r.missing, r.j)
 	}
-	t.compare("4 planes of 2 Gbit/s, 1 connection: goodput", shares, fmt.Sprintf("%.2f of what headers leave", wantPlanes), "",
-		func(v float64) (string, bool) { return fmt.Sprintf("%.3f of what headers leave", v), v >= wantPlanes })
-	t.ratio("the same at 1 % loss in both directions", "the same at 1 % loss, bit/s", "4 planes of 2 Gbit/s, bit/s",
-		wantLoss1, "of loss-free", "")
-	t.ratio("the same at 10 % loss in both directions", "the same at 10 % loss, bit/s", "4 planes of 2 Gbit/s, bit/s",
-		wantLoss10, "of loss-free", "")
-	t.compare("one of 4 planes down: back to 0.9 of the remaining rate", t.m["plane down, until 0.9 of the remaining rate, ns"],
-		fmt.Sprintf("within %d ms, no error", wantRecovery.Milliseconds()), "", func(v float64) (string, bool) {
-			return fmt.Sprintf("%.0f ms", v/1e6), v <= float64(wantRecovery)
-		})
-	t.compare("map memory of a connection with 8 paths", t.m["map memory of a connection with 8 paths, bytes"],
-		fmt.Sprintf("at most %d KiB", wantConnMemory>>10), "", func(v float64) (string, bool) {
-			return fmt.Sprintf("%.1f KiB", v/1024), v <= wantConnMemory
-		})
-	t.compare("idle connection, both ends", t.m["idle connection, both ends, ns of CPU in 10 s"],
-		fmt.Sprintf("at most %d ms of CPU in 10 s", wantIdleCPU.Milliseconds()), "", func(v float64) (string, bool) {
-			return fmt.Sprintf("%.1f ms of CPU in 10 s", v/1e6), v <= float64(wantIdleCPU)
-		})
+	for _, v := range []struct {
+		what, name string
+		j          judged
+	}{
+		{
+			"one of 4 planes down: back to 0.9 of the remaining rate, no error", "plane down, until 0.9 of the remaining rate, ns",
+			judged{format: "%.0f", unit: " ms", divisor: 1e6, want: float64(wantRecovery), most: true},
+		},
+		{
+			"map memory of a connection with 8 paths", "map memory of a connection with 8 paths, bytes",
+			judged{format: "%.1f", unit: " KiB", divisor: 1024, want: wantConnMemory, most: true},
+		},
+		{
+			"idle connection, both ends", "idle connection, both ends, ns of CPU in 10 s",
+			judged{format: "%.1f", unit: " ms of CPU in 10 s", divisor: 1e6, want: float64(wantIdleCPU), most: true},
+		},
+	} {
+		t.judge(v.what, t.m[v.name], "", v.j)
+	}
 }
 
 // WriteMarkdown prints the figures as docs/performance.md has them.
@@ -584,6 +603,8 @@ func (n *Numbers) WriteMarkdown(w io.Writer) error {
 			name, unit = strings.TrimSuffix(name, "bytes a CPU second")+"GB a CPU second", 1e9
 		case strings.Contains(name, ", ns"):
 			name, unit = strings.Replace(name, ", ns", ", us", 1), 1e3
+		case strings.HasSuffix(name, ", bytes"):
+			name, unit = strings.TrimSuffix(name, "bytes")+"KiB", 1024
 		}
 		fmt.Fprintf(&b, "| %s | %.4g | %.4g | %.4g |\n", name, m.Least/unit, m.Value/unit, m.Most/unit)
 	}

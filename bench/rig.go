@@ -28,7 +28,8 @@ type Rig struct {
 }
 
 // NewRig makes the devices, memory of size bytes at both ends and the connection.
-// cfg needs no interfaces: all of the lab's are used. The lab stays the caller's.
+// cfg needs no interfaces: all of the lab's are used. Its spin time is the client's:
+// the server sends nothing. The lab stays the caller's.
 func NewRig(ctx context.Context, l *lab.Lab, cfg transport.Config, size uint64) (_ *Rig, err error) {
 	r := &Rig{Lab: l}
 	defer func() {
@@ -38,6 +39,9 @@ func NewRig(ctx context.Context, l *lab.Lab, cfg transport.Config, size uint64) 
 	}()
 	for host, d := range []**transport.Device{&r.Client, &r.Server} {
 		cfg.Interfaces = l.Interfaces(host)
+		if host == 1 {
+			cfg.Spin = 0 // default
+		}
 		if err := l.Do(host, func() error {
 			var err error
 			*d, err = transport.Open(ctx, cfg)
