@@ -118,7 +118,8 @@ func probeFeatures() error {
 	return nil
 }
 
-// findInterfaces looks the interfaces up and checks their MTU.
+// findInterfaces looks the interfaces up and checks their MTU. It returns those that the programs
+// are to be attached to.
 func (o *Objects) findInterfaces(nl *netlink.Handle, opts Options) ([]netlink.Link, error) {
 	links := make([]netlink.Link, 0, len(opts.Interfaces))
 	for _, name := range opts.Interfaces {
@@ -130,10 +131,19 @@ func (o *Objects) findInterfaces(nl *netlink.Handle, opts Options) ([]netlink.Li
 			return nil, fmt.Errorf("interface %q: %w", name, err)
 		}
 		a := l.Attrs()
-		itf := Interface{
-			Name: a.Name, Index: a.Index, MTU: a.MTU, MAC: a.HardwareAddr.String(),
-			Driver: driverName(a.Name, l.Type()), Mode: ModeNative,
+		itf := Interface{Name: a.Name, Index: a.Index, MTU: a.MTU, MAC: a.HardwareAddr.String(), Mode: ModeNative}
+		if v, ok := l.(*netlink.Vlan); ok {
+			if l, err = below(nl, v); err != nil {
+				return nil, err
+			}
+			p := l.Attrs()
+			// A tag is no part of an MTU: drivers take frames that are 4 bytes longer.
+			itf.MTU = min(a.MTU, p.MTU)
+			itf.VLAN = &VLAN{
+				ID: uint16(v.VlanId), Parent: p.Name, ParentIndex: p.Index, ParentMTU: p.MTU, Egress: v.EgressQosMap,
+			}
 		}
+		itf.Driver = driverName(l.Attrs().Name, l.Type())
 		if opts.Generic {
 			itf.Mode = ModeGeneric
 		}
@@ -141,8 +151,20 @@ func (o *Objects) findInterfaces(nl *netlink.Handle, opts Options) ([]netlink.Li
 			return nil, fmt.Errorf("interface %s: MTU is %d, want at least %d (1024 bytes of payload and the headers)",
 				name, itf.MTU, MinMTU)
 		}
+		if itf.VLAN != nil {
+			if err := checkTagsStay(itf); err != nil {
+				return nil, err
+			}
+		}
 		o.Interfaces = append(o.Interfaces, itf)
 		links = append(links, l)
+	}
+	for _, itf := range o.Interfaces {
+		for _, other := range o.Interfaces {
+			if other.VLAN != nil && other.VLAN.ParentIndex == itf.Index {
+				return nil, fmt.Errorf("interface %s: this device's %s has it as its parent, want it free: %w", itf.Name, other.Name, ErrInUse)
+			}
+		}
 	}
 	return links, nil
 }
@@ -178,7 +200,7 @@ func driverName(name, linkType string) string {
 
 // checkForeign refuses an interface that has an XDP program. Ours are gone by now: claim has made
 // sure that no metaroce process has the interface.
-func checkForeign(name string, l netlink.Link) error {
+func checkForeign(itf Interface, l netlink.Link) error {
 	xdp := l.Attrs().Xdp
 	if xdp == nil || !xdp.Attached {
 		return nil
@@ -194,8 +216,8 @@ func checkForeign(name string, l netlink.Link) error {
 	case 4:
 		mode = "several"
 	}
-	return fmt.Errorf("interface %s: XDP program %s (id %d, %s mode) is attached, want none: %w",
-		name, programName(xdp.ProgId), xdp.ProgId, mode, ErrForeignProgram)
+	return fmt.Errorf("%s: XDP program %s (id %d, %s mode) is attached, want none: %w",
+		itf.label(), programName(xdp.ProgId), xdp.ProgId, mode, ErrForeignProgram)
 }
 
 func programName(id uint32) string {

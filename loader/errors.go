@@ -81,14 +81,15 @@ func rootErrno(err error) error {
 
 // attachError explains why a driver took no program.
 func attachError(itf Interface, err error) error {
-	who := fmt.Sprintf("interface %s (driver %s)", itf.Name, itf.Driver)
+	who := fmt.Sprintf("%s (driver %s)", itf.label(), itf.Driver)
+	mtu := itf.lowerMTU()
 	errno := rootErrno(err)
 	switch {
 	case errors.Is(err, unix.EOPNOTSUPP) && itf.Mode == ModeNative:
 		return fmt.Errorf("%s has no native XDP, want a driver that has it, or generic XDP asked for (Generic, --generic): %w",
 			who, ErrUnsupported)
-	case (errors.Is(err, unix.ERANGE) || errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EOPNOTSUPP)) && itf.MTU > MaxNativeMTU:
-		return fmt.Errorf("%s: MTU is %d, want at most %d for native XDP: %w", who, itf.MTU, MaxNativeMTU, ErrUnsupported)
+	case (errors.Is(err, unix.ERANGE) || errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EOPNOTSUPP)) && mtu > MaxNativeMTU:
+		return fmt.Errorf("%s: MTU is %d, want at most %d for native XDP: %w", who, mtu, MaxNativeMTU, ErrUnsupported)
 	case errors.Is(err, unix.ERANGE):
 		return fmt.Errorf("%s: its peer's MTU is too large, want at most %d for native XDP: %w", who, MaxNativeMTU, ErrUnsupported)
 	case errors.Is(err, unix.EBUSY) || errors.Is(err, unix.EEXIST):

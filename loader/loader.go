@@ -45,8 +45,9 @@ type Interface struct {
 	Index  int    `json:"ifindex"`
 	MTU    int    `json:"mtu"` // bytes of an IP packet
 	MAC    string `json:"mac"`
-	Driver string `json:"driver"`
-	Mode   string `json:"mode"` // ModeNative or ModeGeneric
+	Driver string `json:"driver"` // a VLAN interface's: its parent's
+	Mode   string `json:"mode"`   // ModeNative or ModeGeneric
+	VLAN   *VLAN  `json:"vlan,omitempty"`
 }
 
 // Values of Interface.Mode.
@@ -80,7 +81,7 @@ type Objects struct {
 }
 
 // Load loads the device's programs, attaches them in the calling thread's network namespace to
-// every interface of opts, and pins the state maps under /sys/fs/bpf/metaroce. The caller need
+// every interface of opts (to the parent of a VLAN interface), and pins the state maps under /sys/fs/bpf/metaroce. The caller need
 // not stay in that namespace. Links are not pinned: when this process dies, its kernel half goes
 // with it, and the next Load there removes the pins.
 //
@@ -145,7 +146,7 @@ func Load(ctx context.Context, opts Options) (_ *Objects, err error) {
 		return nil, err
 	}
 	for i, l := range links {
-		if err := checkForeign(o.Interfaces[i].Name, l); err != nil {
+		if err := checkForeign(o.Interfaces[i], l); err != nil {
 			return nil, err
 		}
 	}
@@ -158,10 +159,16 @@ func Load(ctx context.Context, opts Options) (_ *Objects, err error) {
 	if err := o.park(nl); err != nil {
 		return nil, err
 	}
+	attached := map[int]bool{}
 	for _, itf := range o.Interfaces {
+		_, index := itf.Lower()
+		if attached[index] { // another VLAN of the same parent
+			continue
+		}
 		if err := o.attach(o.Rx, itf); err != nil {
 			return nil, err
 		}
+		attached[index] = true
 	}
 	if err := o.pin(); err != nil {
 		return nil, err
@@ -295,13 +302,14 @@ func (o *Objects) attach(prog *ebpf.Program, itf Interface) error {
 	if itf.Mode == ModeGeneric {
 		flags = link.XDPGenericMode
 	}
-	l, err := link.AttachXDP(link.XDPOptions{Program: prog, Interface: itf.Index, Flags: flags})
+	name, index := itf.Lower()
+	l, err := link.AttachXDP(link.XDPOptions{Program: prog, Interface: index, Flags: flags})
 	if err != nil {
 		return attachError(itf, err)
 	}
 	o.onClose(func() error {
 		if err := l.Close(); err != nil {
-			return fmt.Errorf("detach from interface %s: %w", itf.Name, err)
+			return fmt.Errorf("detach from interface %s: %w", name, err)
 		}
 		return nil
 	})

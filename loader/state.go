@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -52,6 +53,22 @@ func deviceKey(netns uint64, itf string) string {
 
 func statePath(key string) string { return filepath.Join(runRoot, key+stateSuffix) }
 
+// slot is an interface that a device claims.
+type slot struct{ name, label string }
+
+// slots are the device's interfaces, and the parents of those that are VLAN interfaces: whoever has a
+// parent's XDP program has all of its VLANs.
+func (o *Objects) slots() []slot {
+	var slots []slot
+	for _, itf := range o.Interfaces {
+		slots = append(slots, slot{itf.Name, "interface " + itf.Name})
+		if lower, _ := itf.Lower(); !slices.ContainsFunc(slots, func(s slot) bool { return s.name == lower }) {
+			slots = append(slots, slot{lower, itf.label()})
+		}
+	}
+	return slots
+}
+
 // claim locks every interface for this process, or names the process that has it, and then removes
 // whatever dead processes left.
 func (o *Objects) claim(ctx context.Context, nl *netlink.Handle) error {
@@ -75,14 +92,14 @@ func (o *Objects) claim(ctx context.Context, nl *netlink.Handle) error {
 		return fmt.Errorf("encode the state file: %w", err)
 	}
 	mine := map[string]bool{}
-	for _, itf := range o.Interfaces {
-		key := deviceKey(o.Netns, itf.Name)
+	for _, s := range o.slots() {
+		key := deviceKey(o.Netns, s.name)
 		f, err := tryLock(statePath(key), true)
 		if errors.Is(err, errLocked) {
-			return fmt.Errorf("interface %s: metaroce process %s has it, want it free: %w", itf.Name, ownerPID(key), ErrInUse)
+			return fmt.Errorf("%s: metaroce process %s has it, want it free: %w", s.label, ownerPID(key), ErrInUse)
 		}
 		if err != nil {
-			return fmt.Errorf("interface %s: %w", itf.Name, err)
+			return fmt.Errorf("%s: %w", s.label, err)
 		}
 		mine[key] = true
 		// The predecessor's state is gone once ours is written: clean up after it first.
@@ -95,7 +112,7 @@ func (o *Objects) claim(ctx context.Context, nl *netlink.Handle) error {
 			return errors.Join(removeFile(f.Name()), f.Close())
 		})
 		if err := overwrite(f, content); err != nil {
-			return fmt.Errorf("write the state of interface %s: %w", itf.Name, err)
+			return fmt.Errorf("write the state of %s: %w", s.label, err)
 		}
 	}
 	return o.collectGarbage(nl, mine)

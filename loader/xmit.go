@@ -27,14 +27,15 @@ func warnIfCannotSend(log *slog.Logger, itf Interface) {
 	if itf.Driver == "veth" {
 		return
 	}
-	features, err := xdpFeatures(itf.Index)
+	name, index := itf.Lower()
+	features, err := xdpFeatures(index)
 	if err != nil {
-		log.Debug("cannot ask for XDP features", "interface", itf.Name, "err", err)
+		log.Debug("cannot ask for XDP features", "interface", name, "err", err)
 		return
 	}
 	if features&xdpFeatureNdoXmit == 0 {
 		log.Warn("the driver takes no redirected frames: this interface can receive but not send",
-			"interface", itf.Name, "driver", itf.Driver, "xdp_features", fmt.Sprintf("%#x", features))
+			"interface", name, "driver", itf.Driver, "xdp_features", fmt.Sprintf("%#x", features))
 	}
 }
 

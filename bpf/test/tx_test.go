@@ -41,6 +41,8 @@ func TestTxSegmentsAMessage(t *testing.T) {
 		{"two and one", nil, 2*payload + 1, []int{payload, payload, 1}},
 		{"IPv6", []option{withV6()}, payload + 1, []int{payload, 1}},
 		{"without checksum", []option{noChecksum()}, payload + 1, []int{payload, 1}},
+		{"IPv4 with VLAN tag", []option{withVLAN(5<<13 | 100)}, payload + 1, []int{payload, 1}},
+		{"IPv6 with VLAN tag", []option{withVLAN(100), withV6()}, payload + 1, []int{payload, 1}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			w := newWorld(t, tc.opts...)
@@ -62,6 +64,9 @@ func TestTxSegmentsAMessage(t *testing.T) {
 				}
 				if !bytes.Equal(p.Payload, w.mem[65536-700+off:][:n]) {
 					t.Errorf("packet %d: payload differs from memory", i)
+				}
+				if d := cmp.Diff(w.vlan, p.VLAN); d != "" {
+					t.Errorf("packet %d: VLAN tag (-want +got):\n%s", i, d)
 				}
 				if p.BTH.QPN != peerQPN || p.Data.Token != txToken || p.Sport != 50000+uint16(p.Data.Path) || p.TOS != 26<<2|wire.ECT0 {
 					t.Errorf("packet %d: header %+v", i, p)

@@ -66,13 +66,15 @@ type world struct {
 	pump *loader.Pump
 	psn0 uint32 // of both directions, and of every path
 	v6   bool
+	vlan *uint16 // tag of what we send
 }
 
 type option func(*world, *loader.Conn)
 
-func withPSN(psn uint32) option { return func(w *world, _ *loader.Conn) { w.psn0 = psn } }
-func withV6() option            { return func(w *world, _ *loader.Conn) { w.v6 = true } }
-func noChecksum() option        { return func(_ *world, c *loader.Conn) { c.Checksum = 0 } }
+func withPSN(psn uint32) option  { return func(w *world, _ *loader.Conn) { w.psn0 = psn } }
+func withV6() option             { return func(w *world, _ *loader.Conn) { w.v6 = true } }
+func withVLAN(tci uint16) option { return func(w *world, _ *loader.Conn) { w.vlan = &tci } }
+func noChecksum() option         { return func(_ *world, c *loader.Conn) { c.Checksum = 0 } }
 func withConn(f func(*loader.Conn)) option {
 	return func(_ *world, c *loader.Conn) { f(c) }
 }
@@ -180,17 +182,18 @@ func sum16(b []byte) (s uint32) {
 // path is how our packets to the peer look: what the engine writes into mr_path.
 func (w *world) path() *loader.Path {
 	local, peer := w.addrs()
-	p := &loader.Path{Peer: words(peer), Local: words(local), Ifindex: outIf, L3Off: wire.EthernetLen}
+	l3 := wire.Ethernet{VLAN: w.vlan}.Len()
+	p := &loader.Path{Peer: words(peer), Local: words(local), Ifindex: outIf, L3Off: uint8(l3)}
 	var b []byte
 	if w.v6 {
-		b = wire.Ethernet{Dst: hisMAC, Src: myMAC, Type: wire.EtherTypeIPv6}.Append(b)
+		b = wire.Ethernet{Dst: hisMAC, Src: myMAC, VLAN: w.vlan, Type: wire.EtherTypeIPv6}.Append(b)
 		b = wire.IPv6{TrafficClass: 26<<2 | wire.ECT0, NextHeader: wire.ProtoUDP, HopLimit: 64, Src: local, Dst: peer}.Append(b)
 		p.V6 = 1
 	} else {
-		b = wire.Ethernet{Dst: hisMAC, Src: myMAC, Type: wire.EtherTypeIPv4}.Append(b)
+		b = wire.Ethernet{Dst: hisMAC, Src: myMAC, VLAN: w.vlan, Type: wire.EtherTypeIPv4}.Append(b)
 		b = wire.IPv4{TOS: 26<<2 | wire.ECT0, Flags: wire.IPv4DontFragment, TTL: 64, Protocol: wire.ProtoUDP, Src: local, Dst: peer}.Append(b)
-		b[wire.EthernetLen+10], b[wire.EthernetLen+11] = 0, 0
-		p.L3Sum = sum16(b[wire.EthernetLen:])
+		b[l3+10], b[l3+11] = 0, 0
+		p.L3Sum = sum16(b[l3:])
 	}
 	p.L4Off = uint8(len(b))
 	copy(p.Tmpl[:], b)
@@ -339,7 +342,7 @@ func (w *world) ready() {
 // emit runs mr_tx once and decodes what it sent, nil if nothing.
 func (w *world) emit() *wire.Packet {
 	w.Helper()
-	tmpl := make([]byte, 14+40+8+12+32+16+8+payload+8)
+	tmpl := make([]byte, 14+4+40+8+12+32+16+8+payload+8)
 	for i := range tmpl {
 		tmpl[i] = 0xee // pages come back as others left them
 	}

@@ -77,7 +77,8 @@ func (c *Config) complete() error {
 // plane is one interface and the address that the engine uses on it.
 type plane struct {
 	name    string
-	ifindex int
+	ifindex int    // whose addresses, routes and neighbours count
+	out     egress // how packets leave
 	mac     net.HardwareAddr
 	addr    netip.Addr
 	mtu     int
@@ -206,13 +207,14 @@ func (e *Engine) mapRegisters() error {
 // findPlanes reads each interface's address and MTU and settles the payload.
 func (e *Engine) findPlanes() error {
 	e.payload = core.Payloads[0]
-	for _, name := range e.cfg.Interfaces {
+	for i, name := range e.cfg.Interfaces {
+		itf := e.reg.Interfaces[i]
 		link, err := e.router.nl.LinkByName(name)
 		if err != nil {
 			return fmt.Errorf("interface %s: %w", name, err)
 		}
 		a := link.Attrs()
-		p := &plane{name: name, ifindex: a.Index, mac: a.HardwareAddr, mtu: a.MTU}
+		p := &plane{name: name, ifindex: a.Index, out: egressOf(itf, e.cfg.DSCP), mac: a.HardwareAddr, mtu: min(a.MTU, itf.MTU)}
 		p.up.Store(carrier(a))
 		if len(p.mac) != 6 {
 			return fmt.Errorf("interface %s: link address %q, want an Ethernet address", name, p.mac)

@@ -357,7 +357,7 @@ func (r *router) attach(c *Conn) (up uint32, err error) {
 		}
 		w := &r.e.pathWords[c.base+i]
 		clear(w.Desc[:])
-		if err := fillTemplate(w, h.plane.ifindex, h.local, h.remote, h.plane.mac, mac, r.e.cfg.DSCP); err != nil {
+		if err := fillTemplate(w, h.plane.out, h.local, h.remote, h.plane.mac, mac, r.e.cfg.DSCP); err != nil {
 			return 0, fmt.Errorf("path %d: %w", i, err)
 		}
 		if h.up() {

@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
@@ -252,15 +253,23 @@ func frameOf(p *loader.Path, payload []byte) []byte {
 
 func TestTemplateAndItsSumsMakeAFrameThatTheReferenceCodecAccepts(t *testing.T) {
 	src, dst := net.HardwareAddr{2, 0, 0, 0, 0, 1}, net.HardwareAddr{2, 0, 0, 0, 0, 2}
-	for _, c := range []struct{ name, local, remote string }{
-		{"IPv4", "198.18.0.1", "198.18.255.254"},
-		{"IPv6", "fd00::1", "fd00:ffff:ffff::ffff"},
-		{"IPv4 mapped", "::ffff:198.18.0.1", "198.18.0.2"},
+	plain, tag := egress{ifindex: 9}, uint16(5<<13|100)
+	tagged := egress{ifindex: 9, tagged: true, tci: tag}
+	for _, c := range []struct {
+		name, local, remote string
+		out                 egress
+		vlan                *uint16
+	}{
+		{"IPv4", "198.18.0.1", "198.18.255.254", plain, nil},
+		{"IPv6", "fd00::1", "fd00:ffff:ffff::ffff", plain, nil},
+		{"IPv4 mapped", "::ffff:198.18.0.1", "198.18.0.2", plain, nil},
+		{"IPv4 with VLAN tag", "198.18.0.1", "198.18.255.254", tagged, &tag},
+		{"IPv6 with VLAN tag", "fd00::1", "fd00:ffff:ffff::ffff", tagged, &tag},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			local, remote := netip.MustParseAddr(c.local), netip.MustParseAddr(c.remote)
 			var p loader.Path
-			if err := fillTemplate(&p, 9, local, remote, src, dst, 26); err != nil {
+			if err := fillTemplate(&p, c.out, local, remote, src, dst, 26); err != nil {
 				t.Fatal(err)
 			}
 			f := frameOf(&p, []byte{1, 2, 3, 4, 5, 6})
@@ -268,6 +277,9 @@ func TestTemplateAndItsSumsMakeAFrameThatTheReferenceCodecAccepts(t *testing.T) 
 			var eth wire.Ethernet
 			if err := eth.Decode(f); err != nil || net.HardwareAddr(eth.Src[:]).String() != src.String() || net.HardwareAddr(eth.Dst[:]).String() != dst.String() {
 				t.Errorf("Ethernet %+v, %v; want from %v to %v", eth, err, src, dst)
+			}
+			if d := cmp.Diff(c.vlan, eth.VLAN); d != "" {
+				t.Errorf("VLAN tag (-want +got):\n%s", d)
 			}
 			tos := byte(0)
 			if local.Unmap().Is4() {
@@ -306,10 +318,10 @@ func TestTemplateRefusesMixedFamiliesAndBadLinkAddresses(t *testing.T) {
 	var p loader.Path
 	v4, v6 := netip.MustParseAddr("198.18.0.1"), netip.MustParseAddr("fd00::1")
 	mac := make(net.HardwareAddr, 6)
-	if fillTemplate(&p, 1, v4, v6, mac, mac, 0) == nil {
+	if fillTemplate(&p, egress{ifindex: 1}, v4, v6, mac, mac, 0) == nil {
 		t.Error("no error for IPv4 to IPv6")
 	}
-	if fillTemplate(&p, 1, v4, v4, mac, mac[:4], 0) == nil {
+	if fillTemplate(&p, egress{ifindex: 1}, v4, v4, mac, mac[:4], 0) == nil {
 		t.Error("no error for a link address of 4 bytes")
 	}
 }
@@ -318,7 +330,7 @@ func TestLinkAddressesAreRewrittenAndNothingElse(t *testing.T) {
 	var p loader.Path
 	mac := func(b byte) net.HardwareAddr { return net.HardwareAddr{b, b, b, b, b, b} }
 	a := netip.MustParseAddr("198.18.0.1")
-	if err := fillTemplate(&p, 1, a, a, mac(1), mac(2), 0); err != nil {
+	if err := fillTemplate(&p, egress{ifindex: 1}, a, a, mac(1), mac(2), 0); err != nil {
 		t.Fatal(err)
 	}
 	want := p.Tmpl
@@ -430,5 +442,32 @@ func TestCarrierNeedsTheLinkUpAtBothEnds(t *testing.T) {
 		if got := carrier(&netlink.LinkAttrs{RawFlags: flags}); got != want {
 			t.Errorf("flags %#x: carrier %v, want %v", flags, got, want)
 		}
+	}
+}
+
+func TestVLANInterfaceLeavesByItsParentWithThePriorityOfItsEgressMap(t *testing.T) {
+	qos := map[uint32]uint32{0: 1, 2: 3, 4: 7, 6: 5}
+	vlan := loader.Interface{Name: "e.100", Index: 8, VLAN: &loader.VLAN{ID: 100, Parent: "e", ParentIndex: 3, Egress: qos}}
+	bare := vlan
+	bare.VLAN = &loader.VLAN{ID: 4094, Parent: "e", ParentIndex: 3}
+	for _, c := range []struct {
+		name string
+		itf  loader.Interface
+		dscp int
+		want egress
+	}{
+		{"no VLAN", loader.Interface{Name: "e", Index: 3}, 26, egress{ifindex: 3}},
+		{"no map", bare, 26, egress{ifindex: 3, tagged: true, tci: 4094}},
+		// What a socket with that IP_TOS has as SO_PRIORITY: rt_tos2priority.
+		{"best effort", vlan, 0, egress{ifindex: 3, tagged: true, tci: 1<<13 | 100}},
+		{"bulk", vlan, 26, egress{ifindex: 3, tagged: true, tci: 3<<13 | 100}},
+		{"interactive bulk", vlan, 46, egress{ifindex: 3, tagged: true, tci: 7<<13 | 100}},
+		{"interactive", vlan, 4, egress{ifindex: 3, tagged: true, tci: 5<<13 | 100}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			if got := egressOf(c.itf, c.dscp); got != c.want {
+				t.Errorf("leaves as %+v, want %+v", got, c.want)
+			}
+		})
 	}
 }
