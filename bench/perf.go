@@ -566,18 +566,21 @@ func (s *Session) reason(err error) error {
 	return err
 }
 
+// psnMask keeps what a BTH has of a psn, and what perftest shows.
+const psnMask = 1<<24 - 1
+
 // Local and Remote describe queue pair i.
 func (s *Session) Local(i int) QPInfo {
 	info := s.conns[i].Info()
 	w := s.landingOf(i)
-	return QPInfo{QPN: info.QPN, RKey: w.RKey, Addr: w.Addr, GID: net.IP(info.Paths[0].Local.AsSlice())}
+	return QPInfo{QPN: info.QPN, PSN: info.PSN & psnMask, RKey: w.RKey, Addr: w.Addr, GID: net.IP(info.Paths[0].Local.AsSlice())}
 }
 
 // Remote is the peer's end of queue pair i.
 func (s *Session) Remote(i int) QPInfo {
 	info := s.conns[i].Info()
 	w := s.peers[i].Landing
-	return QPInfo{QPN: info.PeerQPN, RKey: w.RKey, Addr: w.Addr, GID: net.IP(info.Paths[0].Remote.AsSlice())}
+	return QPInfo{QPN: info.PeerQPN, PSN: info.PeerPSN & psnMask, RKey: w.RKey, Addr: w.Addr, GID: net.IP(info.Paths[0].Remote.AsSlice())}
 }
 
 // Conns gives the queue pairs.

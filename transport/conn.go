@@ -143,8 +143,9 @@ func (c *Conn) Err() error {
 // ConnInfo describes a connection as it was set up.
 type ConnInfo struct {
 	QPN, PeerQPN uint32
-	Payload      int  // bytes a packet
-	Checksum     bool // UDP checksums are made and verified
+	PSN, PeerPSN uint32 // of the first packet that this end and the peer sends
+	Payload      int    // bytes a packet
+	Checksum     bool   // UDP checksums are made and verified
 	Paths        []core.PathParams
 	Peer         string // TCP address of the set-up connection
 }
@@ -152,7 +153,8 @@ type ConnInfo struct {
 // Info describes the connection.
 func (c *Conn) Info() ConnInfo {
 	return ConnInfo{
-		QPN: c.params.Local.QPN, PeerQPN: c.params.Remote.QPN, Payload: c.params.Payload,
+		QPN: c.params.Local.QPN, PeerQPN: c.params.Remote.QPN,
+		PSN: c.params.Local.InitialPSN, PeerPSN: c.params.Remote.InitialPSN, Payload: c.params.Payload,
 		Checksum: c.params.Checksum, Paths: append([]core.PathParams(nil), c.params.Paths...), Peer: c.s.peer,
 	}
 }
