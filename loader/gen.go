@@ -8,4 +8,4 @@ package loader
 // Structs that are a map's value come out by themselves; a type that shares its name with a map
 // cannot be asked for (mr_btf.h gives those another name).
 
-//go:generate go tool bpf2go -go-package loader -target bpfel -cc clang-19 -strip llvm-strip-19 -cflags "-O2 -g -mcpu=v3 -Wall -Wextra -Werror -I/usr/include/x86_64-linux-gnu" -type mr_conn_state -type mr_path_state -type mr_access -type mr_wr_op -type mr_fault -type mr_ctl_op -type mr_ctl_result -type mr_desc -type mr_tx_path -type mr_rx_path -type mr_rx_stream -type mr_reqs -type mr_wqe -type mr_scqe -type mr_rcqe -type mr_qpage -type mr_event_record -type mr_ctl_frame -type mr_counters metaroce ../bpf/metaroce.bpf.c
+//go:generate ../scripts/bpf2go.sh -type mr_conn_state -type mr_path_state -type mr_access -type mr_wr_op -type mr_fault -type mr_ctl_op -type mr_ctl_result -type mr_desc -type mr_tx_path -type mr_rx_path -type mr_rx_stream -type mr_reqs -type mr_wqe -type mr_scqe -type mr_rcqe -type mr_qpage -type mr_event_record -type mr_ctl_frame -type mr_counters metaroce ../bpf/metaroce.bpf.c
