@@ -4,6 +4,7 @@ package core
 
 import (
 	"fmt"
+	"math"
 	"net/netip"
 	"strings"
 	"time"
@@ -36,17 +37,48 @@ func (e *RetryExceededError) Error() string {
 	if e.LastPath < 0 {
 		b.WriteString(": nothing was ever heard of it")
 	} else {
-		fmt.Fprintf(&b, ": last heard on path %d %v ago, acknowledging all below psn %d",
-			e.LastPath, e.LastAgo.Round(time.Millisecond), e.PsnCum)
-	}
-	fmt.Fprintf(&b, "; %d packets outstanding; paths", e.Outstanding)
-	for i, p := range e.Paths {
-		if i > 0 {
-			b.WriteByte(',')
+		fmt.Fprintf(&b, ": last heard on path %d", e.LastPath)
+		if e.LastPath < len(e.Paths) {
+			fmt.Fprintf(&b, " (%v)", e.Paths[e.LastPath].Remote)
 		}
-		fmt.Fprintf(&b, " %d %v:%d>%v %v, %d probes unanswered", i, p.Local, p.Sport, p.Remote, p.State, p.Unanswered)
+		fmt.Fprintf(&b, " %v ago, acknowledging all below psn %d", e.LastAgo.Round(time.Millisecond), e.PsnCum)
 	}
+	fmt.Fprintf(&b, "; %d packets outstanding", e.Outstanding)
+	e.writePaths(&b)
 	return b.String()
+}
+
+// writePaths tells of the paths, those that go the same way together.
+func (e *RetryExceededError) writePaths(b *strings.Builder) {
+	type way struct {
+		local, remote netip.Addr
+		state         PathState
+	}
+	var order []way
+	numbers := map[way][]int{}
+	for i, p := range e.Paths {
+		w := way{p.Local, p.Remote, p.State}
+		if numbers[w] == nil {
+			order = append(order, w)
+		}
+		numbers[w] = append(numbers[w], i)
+	}
+	for _, w := range order {
+		least, most := math.MaxInt, 0
+		for _, i := range numbers[w] {
+			least, most = min(least, e.Paths[i].Unanswered), max(most, e.Paths[i].Unanswered)
+		}
+		unanswered := fmt.Sprint(most)
+		if least < most {
+			unanswered = fmt.Sprintf("%d to %d", least, most)
+		}
+		noun := "path"
+		if len(numbers[w]) > 1 {
+			noun = "paths"
+		}
+		fmt.Fprintf(b, "; %s %s from %v to %v %v, probes unanswered: %s",
+			noun, strings.Trim(fmt.Sprint(numbers[w]), "[]"), w.local, w.remote, w.state, unanswered)
+	}
 }
 
 func (p *Policy) retryExceeded(nowNs int64, s *Snapshot) *RetryExceededError {

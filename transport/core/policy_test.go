@@ -4,6 +4,7 @@ package core
 
 import (
 	"errors"
+	"net/netip"
 	"strings"
 	"testing"
 	"time"
@@ -462,6 +463,29 @@ func TestRetryTimeFailsTheConnectionOnce(t *testing.T) {
 	r.runFor(30 * sec)
 	if r.fails != 1 {
 		t.Errorf("failed %d times", r.fails)
+	}
+}
+
+func TestRetryExceededTellsOfPathsThatGoTheSameWayTogether(t *testing.T) {
+	a := func(s string) netip.Addr { return netip.MustParseAddr(s) }
+	e := &RetryExceededError{
+		Peer: "198.18.0.2, 198.18.1.2", QPN: 0x101, RetryTime: 2 * time.Second, Outstanding: 7, PsnCum: 100,
+		LastPath: 1, LastAgo: 2013 * time.Millisecond,
+	}
+	for i := range 5 {
+		p := PathReport{Local: a("198.18.0.1"), Remote: a("198.18.0.2"), Sport: uint16(50000 + i), State: PathSuspect, Unanswered: 4 + i%3}
+		if i%2 == 1 {
+			p.Local, p.Remote, p.State, p.Unanswered = a("198.18.1.1"), a("198.18.1.2"), []PathState{PathActive, PathDown}[i/3], 0
+		}
+		e.Paths = append(e.Paths, p)
+	}
+	want := "peer 198.18.0.2, 198.18.1.2 (qpn 0x101) gave no answer for 2s: last heard on path 1 (198.18.1.2) 2.013s ago, " +
+		"acknowledging all below psn 100; 7 packets outstanding; " +
+		"paths 0 2 4 from 198.18.0.1 to 198.18.0.2 suspect, probes unanswered: 4 to 6; " +
+		"path 1 from 198.18.1.1 to 198.18.1.2 active, probes unanswered: 0; " +
+		"path 3 from 198.18.1.1 to 198.18.1.2 down, probes unanswered: 0"
+	if e.Error() != want {
+		t.Errorf("message is\n%s\nwant\n%s", e, want)
 	}
 }
 

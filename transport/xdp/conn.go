@@ -9,6 +9,8 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 
@@ -259,8 +261,15 @@ func (c *Conn) initial(p core.ConnParams, start core.Actions, up uint32) *loader
 	return w
 }
 
+// peerName is the peer's addresses, each plane's once.
 func peerName(p core.ConnParams) string {
-	return p.Paths[0].Remote.String()
+	var names []string
+	for _, path := range p.Paths {
+		if name := path.Remote.Unmap().String(); !slices.Contains(names, name) {
+			names = append(names, name)
+		}
+	}
+	return strings.Join(names, ", ")
 }
 
 // control changes the connection's locked state.
