@@ -170,6 +170,11 @@ func Open(ctx context.Context, cfg Config) (_ *Engine, err error) {
 	if err = e.mapRegisters(); err != nil {
 		return nil, err
 	}
+	for _, p := range e.planes {
+		if err = e.router.forgetNeighbours(p); err != nil {
+			return nil, err
+		}
+	}
 	if e.pump, err = newPump(e.reg.Tx, e.reg.Wake, e.pumpWords, e.payload, cfg.BatchSize, cfg.Spin, e.clk, e.log); err != nil {
 		return nil, err
 	}

@@ -18,6 +18,8 @@ import (
 	"unsafe"
 
 	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netlink/nl"
+	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 
 	"github.com/metaroce/metaroce/transport/core"
@@ -48,6 +50,8 @@ type router struct {
 	done chan struct{}
 	wg   sync.WaitGroup
 	once sync.Once
+
+	neighbours neighbours
 
 	// ask is held while a neighbour is looked at and asked for, or let go. Taken before mu.
 	ask sync.Mutex
@@ -83,11 +87,19 @@ type user struct {
 func (h *hop) up() bool { return h.mac != nil && h.plane.up.Load() }
 
 func newRouter(e *Engine) (*router, error) {
-	nl, err := netlink.NewHandleAt(e.ns, unix.NETLINK_ROUTE)
+	handle, err := netlink.NewHandleAt(e.ns, unix.NETLINK_ROUTE)
 	if err != nil {
 		return nil, fmt.Errorf("open netlink in the device's network namespace: %w", err)
 	}
-	return &router{e: e, nl: nl, log: e.log, done: make(chan struct{}), hops: map[hopKey]*hop{}}, nil
+	socket, err := nl.GetNetlinkSocketAt(e.ns, netns.None(), unix.NETLINK_ROUTE)
+	if err != nil {
+		handle.Close()
+		return nil, fmt.Errorf("open netlink in the device's network namespace: %w", err)
+	}
+	return &router{
+		e: e, nl: handle, log: e.log, done: make(chan struct{}), hops: map[hopKey]*hop{},
+		neighbours: neighbours{sockets: map[int]*nl.SocketHandle{unix.NETLINK_ROUTE: {Socket: socket}}},
+	}, nil
 }
 
 // take finds the way of each path and waits for the neighbours. Every take needs a give.
@@ -128,7 +140,7 @@ func (r *router) give(hops []*hop) {
 		// Asking for a permanent neighbour would make it one that must be resolved.
 		fixed := h.state&(unix.NUD_PERMANENT|unix.NUD_NOARP) != 0
 		if h.gateway.IsValid() && !fixed && !r.neighbourUsed(h.plane.ifindex, h.gateway) {
-			if err := r.askNeighbour(h.plane.ifindex, h.gateway, 0); err != nil {
+			if err := r.neighbours.manage(h.plane.ifindex, h.gateway, false); err != nil {
 				r.log.Warn("neighbour stays managed", "interface", h.plane.name, "neighbour", h.gateway, "error", err)
 			}
 		}
@@ -261,7 +273,7 @@ func (r *router) refresh(h *hop) error {
 		}
 	}
 	if found.State&(unix.NUD_PERMANENT|unix.NUD_NOARP) == 0 && (!asked || found.FlagsExt&netlink.NTF_EXT_MANAGED == 0) {
-		if err := r.askNeighbour(h.plane.ifindex, gateway, netlink.NTF_EXT_MANAGED); err != nil {
+		if err := r.neighbours.manage(h.plane.ifindex, gateway, true); err != nil {
 			return fmt.Errorf("%s: have neighbour %v resolved: %w", what, gateway, err)
 		}
 		if found.State&unix.NUD_FAILED != 0 {
@@ -291,14 +303,6 @@ func (r *router) nextHop(h *hop) (netip.Addr, error) {
 		return a.Unmap(), nil
 	}
 	return h.remote, nil
-}
-
-// askNeighbour makes the kernel resolve a neighbour, and keep doing so if ext says
-// NTF_EXT_MANAGED (Linux 5.16).
-func (r *router) askNeighbour(ifindex int, a netip.Addr, ext int) error {
-	return r.nl.NeighSet(&netlink.Neigh{
-		LinkIndex: ifindex, IP: a.AsSlice(), State: unix.NUD_NONE, Flags: netlink.NTF_USE, FlagsExt: ext,
-	})
 }
 
 // learn takes what the neighbour table says about a hop.
@@ -551,5 +555,6 @@ func (r *router) close() {
 		close(r.done)
 		r.wg.Wait()
 		r.nl.Close()
+		r.neighbours.sockets[unix.NETLINK_ROUTE].Close()
 	})
 }

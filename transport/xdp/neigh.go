@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package xdp
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"syscall"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netlink/nl"
+	"golang.org/x/sys/unix"
+)
+
+const (
+	// neighProtocol (NDA_PROTOCOL, Linux 5.0) marks the neighbours that the kernel manages for us, so
+	// that those of a process that was killed can be told from an administrator's. iproute2 shows it
+	// as "proto 77"; no routing daemon of its rt_protos has the number.
+	neighProtocol = 77
+	// protocolKernel takes the mark away; 0 would leave it.
+	protocolKernel = unix.RTPROT_KERNEL
+)
+
+// neighbours changes the kernel's neighbour tables, with the attributes that the netlink package
+// does not know.
+type neighbours struct {
+	sockets map[int]*nl.SocketHandle
+}
+
+func (n *neighbours) request(msgType, flags int, msg *netlink.Ndmsg) *nl.NetlinkRequest {
+	req := nl.NewNetlinkRequest(msgType, flags)
+	req.Sockets = n.sockets
+	req.AddData(msg)
+	return req
+}
+
+// manage makes the kernel resolve a neighbour and keep its link address fresh (NTF_EXT_MANAGED,
+// Linux 5.16), marked as ours; or, if not on, resolve it once more and then treat it as any other.
+func (n *neighbours) manage(ifindex int, a netip.Addr, on bool) error {
+	family, protocol, ext := unix.AF_INET, uint8(protocolKernel), uint32(0)
+	if a.Is6() {
+		family = unix.AF_INET6
+	}
+	if on {
+		protocol, ext = neighProtocol, netlink.NTF_EXT_MANAGED
+	}
+	req := n.request(unix.RTM_NEWNEIGH, unix.NLM_F_CREATE|unix.NLM_F_REPLACE|unix.NLM_F_ACK, &netlink.Ndmsg{
+		Family: uint8(family), Index: uint32(ifindex), State: unix.NUD_NONE, Flags: netlink.NTF_USE,
+	})
+	req.AddData(nl.NewRtAttr(netlink.NDA_DST, a.AsSlice()))
+	req.AddData(nl.NewRtAttr(netlink.NDA_PROTOCOL, nl.Uint8Attr(protocol)))
+	if ext != 0 {
+		req.AddData(nl.NewRtAttr(netlink.NDA_FLAGS_EXT, nl.Uint32Attr(ext)))
+	}
+	_, err := req.Execute(unix.NETLINK_ROUTE, 0)
+	return err
+}
+
+// marked lists the neighbours of an interface that the kernel manages and that bear our mark.
+func (n *neighbours) marked(ifindex int) ([]netip.Addr, error) {
+	req := n.request(unix.RTM_GETNEIGH, unix.NLM_F_DUMP, &netlink.Ndmsg{Family: unix.AF_UNSPEC, Index: uint32(ifindex)})
+	msgs, err := req.Execute(unix.NETLINK_ROUTE, unix.RTM_NEWNEIGH)
+	if err != nil && !errors.Is(err, netlink.ErrDumpInterrupted) {
+		return nil, fmt.Errorf("list neighbours: %w", err)
+	}
+	var out []netip.Addr
+	for _, m := range msgs {
+		a, ours, err := parseMarked(m, ifindex)
+		if err != nil {
+			return nil, fmt.Errorf("list neighbours: %w", err)
+		}
+		if ours {
+			out = append(out, a)
+		}
+	}
+	return out, nil
+}
+
+func parseMarked(m []byte, ifindex int) (a netip.Addr, ours bool, err error) {
+	const ndmsgLen = 12 // struct ndmsg: family, padding, ifindex, state, flags, type
+	if len(m) < ndmsgLen || nl.NativeEndian().Uint32(m[4:]) != uint32(ifindex) {
+		return a, false, nil
+	}
+	var attrs []syscall.NetlinkRouteAttr
+	if attrs, err = nl.ParseRouteAttr(m[ndmsgLen:]); err != nil {
+		return a, false, err
+	}
+	var protocol uint8
+	var ext uint32
+	for _, attr := range attrs {
+		switch {
+		case attr.Attr.Type == netlink.NDA_DST:
+			a, _ = netip.AddrFromSlice(attr.Value)
+		case attr.Attr.Type == netlink.NDA_PROTOCOL && len(attr.Value) == 1:
+			protocol = attr.Value[0]
+		case attr.Attr.Type == netlink.NDA_FLAGS_EXT && len(attr.Value) == 4:
+			ext = nl.NativeEndian().Uint32(attr.Value)
+		}
+	}
+	return a, a.IsValid() && protocol == neighProtocol && ext&netlink.NTF_EXT_MANAGED != 0, nil
+}
+
+// forgetNeighbours lets those neighbours of an interface go that a process left managed which had it
+// before us and was killed. We have the interface now, so nobody else uses them.
+func (r *router) forgetNeighbours(p *plane) error {
+	left, err := r.neighbours.marked(p.ifindex)
+	if err != nil {
+		return fmt.Errorf("interface %s: %w", p.name, err)
+	}
+	for _, a := range left {
+		if err := r.neighbours.manage(p.ifindex, a, false); err != nil {
+			return fmt.Errorf("interface %s: let neighbour %v of a crashed process go: %w", p.name, a, err)
+		}
+		r.log.Info("let a crashed process's neighbour go", "interface", p.name, "neighbour", a)
+	}
+	return nil
+}
