@@ -91,6 +91,10 @@ func pick[T any](normal, small T) T {
 	return normal
 }
 
+// fewer is all cases, or only the last ones if tests are to be short: each needs devices of its own,
+// and the verifier takes tens of seconds on an emulated machine.
+func fewer[T any](last int, cases []T) []T { return cases[pick(0, len(cases)-last):] }
+
 var labNumber atomic.Uint32
 
 // newLab makes a lab under a name of its own for the test.
@@ -126,35 +130,57 @@ type host struct {
 // at the end of the test.
 func openHost(t *testing.T, l *lab.Lab, index int, cfg transport.Config) *host {
 	t.Helper()
+	h := &host{lab: l, index: index}
+	if err := h.open(t, cfg); err != nil {
+		t.Fatal(err)
+	}
+	h.dir = pins(t, l, index)
+	return h
+}
+
+func (h *host) open(t *testing.T, cfg transport.Config) error {
 	if cfg.Interfaces == nil {
-		cfg.Interfaces = l.Interfaces(index)
+		cfg.Interfaces = h.lab.Interfaces(h.index)
 	}
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.NewTextHandler(testLog{t}, &slog.HandlerOptions{Level: slog.LevelWarn}))
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	h := &host{lab: l, index: index}
-	err := l.Do(index, func() (err error) {
+	err := h.lab.Do(h.index, func() (err error) {
 		h.dev, err = transport.Open(ctx, cfg)
 		return err
 	})
 	if err != nil {
-		t.Fatalf("host %d: %v", index, err)
+		return fmt.Errorf("host %d: %w", h.index, err)
 	}
 	t.Cleanup(func() {
 		if err := h.dev.Close(); err != nil {
-			t.Errorf("close the device of host %d: %v", index, err)
+			t.Errorf("close the device of host %d: %v", h.index, err)
 		}
 	})
-	h.dir = pins(t, l, index)
-	return h
+	return nil
 }
 
 // openPair opens devices with the same configuration on hosts 0 and 1.
 func openPair(t *testing.T, l *lab.Lab, cfg transport.Config) [2]*host {
 	t.Helper()
-	return [2]*host{openHost(t, l, 0, cfg), openHost(t, l, 1, cfg)}
+	return openHosts(t, l, cfg, cfg)
+}
+
+// openHosts opens devices on hosts 0 and 1, at the same time: the kernel's verifier takes long.
+func openHosts(t *testing.T, l *lab.Lab, cfg0, cfg1 transport.Config) [2]*host {
+	t.Helper()
+	h := [2]*host{{lab: l, index: 0}, {lab: l, index: 1}}
+	opened := make(chan error, 1)
+	go func() { opened <- h[1].open(t, cfg1) }()
+	if err := errors.Join(h[0].open(t, cfg0), <-opened); err != nil {
+		t.Fatal(err)
+	}
+	for i := range h {
+		h[i].dir = pins(t, l, i)
+	}
+	return h
 }
 
 // testLog gives a program's log to the test, which shows it when it fails.
