@@ -17,8 +17,8 @@ import (
 	"github.com/metaroce/metaroce/wire"
 )
 
-// linkOf is a host's interface on plane 0.
-func linkOf(t *testing.T, l *lab.Lab, index int) (link netlink.Link) {
+// plane0Of is a host's interface on plane 0.
+func plane0Of(t *testing.T, l *lab.Lab, index int) (link netlink.Link) {
 	t.Helper()
 	err := l.Do(index, func() (err error) {
 		link, err = netlink.LinkByName(l.Interfaces(index)[0])
@@ -33,7 +33,7 @@ func linkOf(t *testing.T, l *lab.Lab, index int) (link netlink.Link) {
 // divert makes host from believe that host to has the link address of host via, on plane 0.
 func divert(t *testing.T, l *lab.Lab, from, to, via int) {
 	t.Helper()
-	out, mac := linkOf(t, l, from).Attrs().Index, linkOf(t, l, via).Attrs().HardwareAddr
+	out, mac := plane0Of(t, l, from).Attrs().Index, plane0Of(t, l, via).Attrs().HardwareAddr
 	err := l.Do(from, func() error {
 		for _, ip := range []net.IP{l.Addr(to, 0).AsSlice(), l.Addr6(to, 0).AsSlice()} {
 			n := netlink.Neigh{LinkIndex: out, IP: ip, HardwareAddr: mac, State: netlink.NUD_PERMANENT}
@@ -58,7 +58,7 @@ func capture(t *testing.T, l *lab.Lab, index int) (fd int) {
 			return err
 		}
 		return errors.Join(
-			unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: protocol, Ifindex: linkOf(t, l, index).Attrs().Index}),
+			unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: protocol, Ifindex: plane0Of(t, l, index).Attrs().Index}),
 			unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: int64(patience.Seconds())}),
 		)
 	})

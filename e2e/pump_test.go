@@ -9,9 +9,12 @@ import (
 	"path/filepath"
 	"runtime"
 	"strconv"
+	"sync/atomic"
 	"testing"
 	"time"
+	"unsafe"
 
+	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
 	"github.com/metaroce/metaroce/fabric/lab"
@@ -123,6 +126,26 @@ func TestSeveralReceiveQueuesAndPumpsThatMigratePlaceEveryPacketOnce(t *testing.
 	}
 }
 
+// sleepFlag is where a device's pump says that it sleeps, mapped until the end of the test.
+func sleepFlag(t *testing.T, h *host) *uint32 {
+	t.Helper()
+	m, err := ebpf.LoadPinnedMap(filepath.Join(h.dir, "mr_pump"), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	b, err := loader.Mmap(m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := loader.Munmap(b); err != nil {
+			t.Error(err)
+		}
+	})
+	return &(*loader.Pump)(unsafe.Pointer(&b[0])).Sleeping
+}
+
 func TestPumpThatSleepsAfterEachPacketNeverMissesAPost(t *testing.T) {
 	rounds := pick(100_000, 1000)
 	h := openPair(t, newLab(t, lab.Config{Direct: true}), transport.Config{Spin: -1, RetryTime: time.Minute})
@@ -131,22 +154,11 @@ func TestPumpThatSleepsAfterEachPacketNeverMissesAPost(t *testing.T) {
 	tids := pumps(t)
 	before := sleeps(t, tids)
 	ctx := bounded(t)
-	state, err := loader.OpenPinned(h[0].dir)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer state.Close()
-	asleep := func() bool {
-		p, err := state.Pump()
-		if err != nil {
-			t.Fatal(err)
-		}
-		return p.Sleeping != 0
-	}
+	asleep := sleepFlag(t, h[0])
 	done := make([]transport.Completion, 1)
 	for i := range rounds {
 		// Every other post finds a pump that sleeps; those between may find it falling asleep.
-		for i%2 == 1 && ctx.Err() == nil && !asleep() {
+		for i%2 == 1 && ctx.Err() == nil && atomic.LoadUint32(asleep) == 0 {
 			runtime.Gosched()
 		}
 		w := transport.WriteRequest{WRID: uint64(i), Local: from, Length: 8, RemoteAddr: to.Addr(), RKey: to.RKey()}
