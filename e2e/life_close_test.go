@@ -78,8 +78,8 @@ func TestCloseDeliversWhatIsUnderWay(t *testing.T) {
 			for _, i := range c.writers {
 				post(t, conn[i], from[i], to[i], writes)
 			}
-			if r := h[0].register(t, conn[0]); r.PsnCum == r.PsnNext && r.Busy == 0 {
-				t.Fatal("nothing is under way")
+			if r := h[0].register(t, conn[0]); r.MsnNext == writes && r.PsnCum == r.PsnNext {
+				t.Fatal("all has arrived before anything was closed")
 			}
 			closed := make(chan error, 2)
 			for _, i := range c.closers {
@@ -425,8 +425,9 @@ func TestThousandsOfConnectionsLeaveNothingBehind(t *testing.T) {
 	took := time.Since(start)
 	after := heldBy(t, h)
 	t.Logf("%d connects and closes in %v: %v before, %v after", rounds, took, before, after)
-	// Less than a 4 KiB page a connection.
-	const slack = 4 << 20
+	// The two ends of a connection that was kept would be some 50 KiB, and several times that
+	// with the race detector, which also makes the noise larger.
+	slack := max(8<<20, before.resident/5)
 	if grown := after.resident - before.resident; grown > slack {
 		t.Errorf("resident memory grew by %d bytes with %d connections, want at most %d", grown, rounds, slack)
 	}
