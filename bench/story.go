@@ -21,7 +21,7 @@ type StoryConfig struct {
 	Planes int           // at least 2: one is pulled
 	Rate   uint64        // bit/s of each plane
 	Losses []float64     // shares of packets lost, in both directions
-	Stream time.Duration // how long each goodput is measured
+	Stream time.Duration // how long each goodput is measured; latencies a third of it
 	Direct bool          // also without switch and limits
 	// Counts says how many data packets this process has sent over metaroce and how
 	// many of them were retransmissions.
@@ -95,7 +95,6 @@ const (
 	answerLat   = 4        // bytes that TCP's receiver answers
 	storyMemory = 1 << 20
 	storyWarmup = 300 * time.Millisecond
-	latTime     = 800 * time.Millisecond
 	pullBefore  = 1000 * time.Millisecond
 	pullDown    = 1500 * time.Millisecond
 	pullAfter   = 1000 * time.Millisecond
@@ -293,14 +292,14 @@ func (t *teller) measureOurs(ctx context.Context, loss float64) (r Row, err erro
 		return r, err
 	}
 	r.Sent, r.Again = sentNow-sent, againNow-again
-	r.Latency, err = t.rig.Latency(ctx, LatOptions{Size: messageLat, Duration: latTime, Warmup: storyWarmup / 3})
+	r.Latency, err = t.rig.Latency(ctx, LatOptions{Size: messageLat, Duration: t.Stream / 3, Warmup: storyWarmup / 3})
 	return r, err
 }
 
 func (t *teller) measureTCP(ctx context.Context, loss float64) (r Row, err error) {
 	r = Row{Transport: TCPs, Loss: loss}
 	// First, while the connections are fresh and nothing is queued.
-	if r.Latency, err = t.tcp.PingPong(ctx, LatOptions{Size: messageLat, Duration: latTime, Warmup: storyWarmup / 3}, answerLat); err != nil {
+	if r.Latency, err = t.tcp.PingPong(ctx, LatOptions{Size: messageLat, Duration: t.Stream / 3, Warmup: storyWarmup / 3}, answerLat); err != nil {
 		return r, err
 	}
 	if err := t.reconnectTCP(ctx); err != nil {
@@ -436,13 +435,13 @@ func (t *teller) measureDirect(ctx context.Context) (Row, error) {
 	if err != nil {
 		return r, err
 	}
-	r.Latency, err = t.rig.Latency(ctx, LatOptions{Size: messageLat, Duration: latTime, Warmup: storyWarmup / 3})
+	r.Latency, err = t.rig.Latency(ctx, LatOptions{Size: messageLat, Duration: t.Stream / 3, Warmup: storyWarmup / 3})
 	return t.row(r), err
 }
 
 func (t *teller) measureDirectTCP(ctx context.Context) (r Row, err error) {
 	r = Row{Transport: TCPs}
-	if r.Latency, err = t.tcp.PingPong(ctx, LatOptions{Size: messageLat, Duration: latTime, Warmup: storyWarmup / 3}, answerLat); err != nil {
+	if r.Latency, err = t.tcp.PingPong(ctx, LatOptions{Size: messageLat, Duration: t.Stream / 3, Warmup: storyWarmup / 3}, answerLat); err != nil {
 		return r, err
 	}
 	if err := t.reconnectTCP(ctx); err != nil {
