@@ -3,6 +3,7 @@
 package loader
 
 import (
+	"encoding/binary"
 	"fmt"
 	"runtime"
 	"unsafe"
@@ -31,6 +32,19 @@ func (i Interface) Lower() (name string, ifindex int) {
 		return i.VLAN.Parent, i.VLAN.ParentIndex
 	}
 	return i.Name, i.Index
+}
+
+// Sends says whether a path's packets leave by this interface: with its tag, if it is a VLAN interface.
+func (i Interface) Sends(p *Path) bool {
+	_, index := i.Lower()
+	if uint32(index) != p.Ifindex {
+		return false
+	}
+	tagged := binary.BigEndian.Uint16(p.Tmpl[12:]) == unix.ETH_P_8021Q
+	if i.VLAN == nil || !tagged {
+		return i.VLAN == nil && !tagged
+	}
+	return binary.BigEndian.Uint16(p.Tmpl[14:])&0xfff == i.VLAN.ID
 }
 
 func (i Interface) lowerMTU() int {

@@ -212,7 +212,34 @@ func TestParentThatTakesTagsOffReceivedFramesIsRefused(t *testing.T) {
 	}
 }
 
-func TestVethKeepsTagsWhateverItsOffloadSays(t *testing.T) {
-	nl := inNetns(t)
-	mustLoad(t, Options{Interfaces: []string{addVLAN(t, nl, planeA, 100, nil)}})
+func TestPathsOfSeveralVLANsOfOneParentAreToldApartByTheirTag(t *testing.T) {
+	tagged := func(tci uint16) *Path {
+		p := &Path{Ifindex: 3}
+		p.Tmpl[12], p.Tmpl[13], p.Tmpl[14], p.Tmpl[15] = 0x81, 0x00, byte(tci>>8), byte(tci)
+		return p
+	}
+	plain := &Path{Ifindex: 3}
+	plain.Tmpl[12] = 0x08
+	vlan := func(id uint16) Interface {
+		return Interface{Name: "e", Index: 9, VLAN: &VLAN{ID: id, ParentIndex: 3}}
+	}
+	for _, c := range []struct {
+		name string
+		itf  Interface
+		path *Path
+		want bool
+	}{
+		{"untagged by its own", Interface{Index: 3}, plain, true},
+		{"untagged by another", Interface{Index: 4}, plain, false},
+		{"its tag", vlan(100), tagged(5<<13 | 100), true},
+		{"another tag", vlan(100), tagged(5<<13 | 101), false},
+		{"untagged by a VLAN's parent", vlan(0), plain, false},
+		{"tagged by the parent itself", Interface{Index: 3}, tagged(100), false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			if got := c.itf.Sends(c.path); got != c.want {
+				t.Errorf("sends: %v, want %v", got, c.want)
+			}
+		})
+	}
 }

@@ -210,7 +210,7 @@ func newPath(d loader.Device, index int, p *loader.Path, tx *loader.TxPath, rx *
 		RxPackets: rx.Pkts, RxMarks: rx.Ce, RxDuplicates: rx.Dups, RxOutOfOrder: rx.Ooo, RxSourcePort: rx.Sport,
 	}
 	for plane, itf := range d.Owner.Interfaces {
-		if itf.Index == int(p.Ifindex) {
+		if itf.Sends(p) {
 			path.Plane, path.Interface = plane, itf.Name
 		}
 	}
