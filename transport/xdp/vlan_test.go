@@ -77,7 +77,6 @@ func TestWritesGoOverVLANInterfaces(t *testing.T) {
 		ids  []int
 		cfg  Config
 	}{
-		{"IPv4", []int{100}, Config{}},
 		{"IPv6", []int{100}, Config{PreferIPv6: true}},
 		{"two VLANs of one parent as two planes", []int{100, 4094}, Config{}},
 	} {
@@ -109,6 +108,34 @@ func TestWritesGoOverVLANInterfaces(t *testing.T) {
 				t.Error("the peer's memory differs from what was written")
 			}
 		})
+	}
+}
+
+func TestVLANInterfaceFollowsTheCarrierOfItsParent(t *testing.T) {
+	hosts := newHosts(t, 1)
+	addVLANs(t, hosts, 100)
+	e := [2]*Engine{openOn(t, hosts[0], Config{RetryTime: time.Minute}), openOn(t, hosts[1], Config{RetryTime: time.Minute})}
+	c := connect(t, e, 2)
+	parent, err := hosts[1].nl.LinkByName("p0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := hosts[1].nl.LinkSetDown(parent); err != nil {
+		t.Fatal(err)
+	}
+	waitFor(t, "carrier lost on both VLAN interfaces", func() bool { return !e[0].planes[0].up.Load() && !e[1].planes[0].up.Load() })
+	const size = 5000
+	from, to := alloc(t, e[0], size), alloc(t, e[1], size)
+	fill(from.Bytes(), 2)
+	c[0].PostSend(0, write(from, to, size))
+	if err := hosts[1].nl.LinkSetUp(parent); err != nil {
+		t.Fatal(err)
+	}
+	if s := waitSend(t, c[0], 0); s != core.StatusSuccess {
+		t.Errorf("write ended with %v", s)
+	}
+	if !bytes.Equal(from.Bytes(), to.Bytes()) {
+		t.Error("the peer's memory differs from what was written")
 	}
 }
 
