@@ -4,6 +4,7 @@ package loader
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"runtime"
 	"unsafe"
@@ -110,7 +111,7 @@ func stripsTags(name string) (bool, error) {
 	}
 	defer func() { _ = unix.Close(s) }()
 	flags, err := ethtoolValue(s, name, unix.ETHTOOL_GFLAGS, 0)
-	if err == unix.EOPNOTSUPP { //nolint:errorlint // an errno as the system call gave it
+	if errors.Is(err, unix.EOPNOTSUPP) {
 		return false, nil
 	}
 	return flags&ethFlagRxVLAN != 0, err
