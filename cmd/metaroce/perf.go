@@ -25,6 +25,8 @@ func newPerfCommand() *cobra.Command {
 			"ends; with HOST the client, which decides what is measured. Flags that the server is\n" +
 			"given must be the client's too.",
 		Args: cobra.NoArgs,
+		// Only a command that runs has its arguments checked.
+		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	command.AddCommand(newPerfTestCommand(bench.WriteBWTest), newPerfTestCommand(bench.WriteLatTest))
 	return command

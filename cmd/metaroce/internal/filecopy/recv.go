@@ -80,7 +80,7 @@ func (r *Receiver) fail(ctx context.Context, reason error) {
 	}
 	select {
 	case <-r.conn.Done():
-	case <-time.After(closeTime):
+	case <-time.After(min(closeTime, r.idle)):
 	}
 }
 
@@ -118,6 +118,9 @@ func (r *Receiver) receive(ctx context.Context, h fileHeader) error {
 		return err
 	}
 	sum, err := r.fill(ctx, t, h)
+	if errors.Is(err, transport.ErrPeerClosed) {
+		err = r.lastWords()
+	}
 	if err != nil {
 		return errors.Join(plain(err), t.discard())
 	}
@@ -132,6 +135,19 @@ func (r *Receiver) receive(ctx context.Context, h fileHeader) error {
 		r.Received(File{Name: h.Name, Size: h.Size, Elapsed: time.Since(start), Sum: sum})
 	}
 	return nil
+}
+
+// lastWords is why the sender closed in mid-file.
+func (r *Receiver) lastWords() error {
+	for {
+		m, ok, err := r.poll()
+		if !ok || err != nil {
+			return errors.New("the sender closed in mid-file")
+		}
+		if m.kind == kindAbort {
+			return &senderError{printable(m.data)}
+		}
+	}
 }
 
 // plain takes the temporary file's path out of an error: it is of no interest.
@@ -181,9 +197,6 @@ func (r *Receiver) fill(ctx context.Context, t *tempFile, h fileHeader) (sum [sh
 		}
 		m, err := r.hear(ctx)
 		if err != nil {
-			if errors.Is(err, transport.ErrPeerClosed) {
-				err = errors.New("the sender closed in mid-file")
-			}
 			return sum, err
 		}
 		switch m.kind {
