@@ -111,6 +111,7 @@ func TestCloseDeliversWhatIsUnderWay(t *testing.T) {
 }
 
 func TestCloseOfTheReceivingEndFlushesWhatThePeerStillSends(t *testing.T) {
+	anyKernel(t)
 	const size, writes = 4 << 20, 64
 	l := newLab(t, lab.Config{Planes: 2, Rate: slow})
 	h := openPair(t, l, transport.Config{})
@@ -139,6 +140,7 @@ func TestCloseOfTheReceivingEndFlushesWhatThePeerStillSends(t *testing.T) {
 }
 
 func TestCloseEndsInTimeWhenThePeerDoesNotAnswer(t *testing.T) {
+	anyKernel(t)
 	const wait = 300 * time.Millisecond
 	l := newLab(t, lab.Config{Planes: 2})
 	h := openPair(t, l, transport.Config{RetryTime: time.Minute})
@@ -206,6 +208,7 @@ func each(t *testing.T, l *lab.Lab, do func(int) error) {
 }
 
 func TestIdleConnectionNoticesThatThePeersMachineIsGone(t *testing.T) {
+	anyKernel(t)
 	const keepalive, retry = 300 * time.Millisecond, 200 * time.Millisecond
 	l := newLab(t, lab.Config{Planes: 2})
 	h := openPair(t, l, transport.Config{Keepalive: keepalive, RetryTime: retry})
@@ -238,6 +241,7 @@ func TestIdleConnectionNoticesThatThePeersMachineIsGone(t *testing.T) {
 }
 
 func TestConnectionLivesOnWithoutThePlaneOfItsSetUp(t *testing.T) {
+	anyKernel(t)
 	const size, writes, retry = 1 << 20, 16, 300 * time.Millisecond
 	l := newLab(t, lab.Config{Planes: 3})
 	h := openPair(t, l, transport.Config{RetryTime: retry, Keepalive: retry})
@@ -416,9 +420,10 @@ func writeOnce(ctx context.Context, c *transport.Conn, w transport.WriteRequest)
 
 func TestThousandsOfConnectionsLeaveNothingBehind(t *testing.T) {
 	rounds := pick(2000, 100)
-	h := openPair(t, newLab(t, lab.Config{Direct: true}), transport.Config{})
+	// Small tables: each entry is looked at.
+	h := openPair(t, newLab(t, lab.Config{Direct: true}), transport.Config{MaxConns: 2 * workers, PathPool: 16 * workers})
 	from, to := h[0].alloc(t, workers*3*3072), h[1].alloc(t, workers*3*3072)
-	comeAndGo(t, h, from, to, 64) // pools and goroutines' stacks have their size from here on
+	comeAndGo(t, h, from, to, 2*workers) // pools and goroutines' stacks have their size from here on
 	before := heldBy(t, h)
 	start := time.Now()
 	comeAndGo(t, h, from, to, rounds)

@@ -238,6 +238,7 @@ func TestWhatCannotBeSetUpIsRefusedInOneLineAndLeavesNothing(t *testing.T) {
 		attr    *syscall.SysProcAttr
 		args    []string
 		words   []string
+		opens   bool // fails only after a device is open, which takes its time
 	}{
 		{
 			name: "unknown flag",
@@ -283,15 +284,18 @@ func TestWhatCannotBeSetUpIsRefusedInOneLineAndLeavesNothing(t *testing.T) {
 		},
 		{
 			name:    "port taken",
+			opens:   true,
 			prepare: func(t *testing.T) { answerer(t, l, 0, ":7001", nil) },
 			args:    append(port(7001), "perf", "write-bw", "-d", "p0"), words: []string{"7001", "in use"},
 		},
 		{
-			name: "peer not there",
-			args: append(port(7002), "perf", "write-bw", "-d", "p0", "--wait", "200ms", peer), words: []string{peer + ":7002", "nothing listens", "200ms"},
+			name:  "peer not there",
+			opens: true,
+			args:  append(port(7002), "perf", "write-bw", "-d", "p0", "--wait", "200ms", peer), words: []string{peer + ":7002", "nothing listens", "200ms"},
 		},
 		{
-			name: "peer's machine not there",
+			name:  "peer's machine not there",
+			opens: true,
 			prepare: func(t *testing.T) {
 				down(t, l)
 				t.Cleanup(func() { up(t, l) })
@@ -300,11 +304,13 @@ func TestWhatCannotBeSetUpIsRefusedInOneLineAndLeavesNothing(t *testing.T) {
 		},
 		{
 			name:    "peer of another version",
+			opens:   true,
 			prepare: func(t *testing.T) { answerer(t, l, 1, ":7003", setupHeader(9, 3, `{}`)) },
 			args:    append(port(7003), "perf", "write-bw", "-d", "p0", peer), words: []string{peer, "version 9", "version 1"},
 		},
 		{
 			name:    "no peer of ours",
+			opens:   true,
 			prepare: func(t *testing.T) { answerer(t, l, 1, ":7004", []byte("HTTP/1.0 400 Bad Request\r\n\r\n")) },
 			args:    append(port(7004), "cp", "-d", "p0", os.Args[0], peer+":"), words: []string{peer, "not a metaroce peer"},
 		},
@@ -318,6 +324,9 @@ func TestWhatCannotBeSetUpIsRefusedInOneLineAndLeavesNothing(t *testing.T) {
 		},
 	} {
 		t.Run(c.name, func(t *testing.T) {
+			if c.opens {
+				anyKernel(t)
+			}
 			if c.prepare != nil {
 				c.prepare(t)
 			}
@@ -332,6 +341,7 @@ func TestWhatCannotBeSetUpIsRefusedInOneLineAndLeavesNothing(t *testing.T) {
 }
 
 func TestSecondProcessOnAnInterfaceIsToldThePIDOfTheFirst(t *testing.T) {
+	anyKernel(t)
 	bin := program(t)
 	l := newLab(t, lab.Config{Planes: 2})
 	first := start(t, l, 0, nil, bin, "perf", "write-bw", "-d", "p0,p1")
@@ -399,6 +409,7 @@ func inMidCopy(t *testing.T, l *lab.Lab, before uint64, cp *command) {
 }
 
 func TestKilledCopyLeavesNoPartOfAFile(t *testing.T) {
+	anyKernel(t)
 	const size = 16 << 20
 	bin := program(t)
 	// The file takes more than a second.
@@ -457,6 +468,7 @@ func TestKilledCopyLeavesNoPartOfAFile(t *testing.T) {
 }
 
 func TestFullDiskEndsTheCopyWithItsReasonAndLeavesNoPartOfTheFile(t *testing.T) {
+	anyKernel(t)
 	const size = 4 << 20
 	bin := program(t)
 	l := newLab(t, lab.Config{Direct: true})
