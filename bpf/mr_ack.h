@@ -83,24 +83,28 @@ static __always_inline void mr_ack_write(struct mr_l4ack *f, const struct mr_ack
  * Turns the data frame round: MAC and IP addresses swap, ports do not (the
  * network hashes them, and the peer listens on the destination port too); the
  * congestion mark is cleared, TTL reset, lengths and checksums made anew. A
- * short frame grows.
+ * short frame grows. Global, so that it is verified once.
  */
-static __always_inline int mr_turn(struct xdp_md *ctx, const struct mr_view *v,
-				   const struct mr_ackinfo *k, struct mr_counters *ctr)
+__attribute__((noinline)) int mr_turn(struct xdp_md *ctx, const struct mr_view *v,
+				      const struct mr_ackinfo *k)
 {
-	int have = bpf_xdp_get_buff_len(ctx), want = v->l4 + sizeof(struct mr_l4ack);
-	__u32 l3 = v->l3 & 31;
-	/* the pseudo header's sum is symmetric in the addresses: only the length changes */
-	__u64 sum = (__u64)v->pseudo + (0xffff ^ bpf_htons(v->udp_len)) +
-		    bpf_htons(sizeof(struct mr_l4ack));
 	void *data, *end;
 	struct mr_l4ack *f;
 	__u16 *mac, t0, t1, t2;
+	__u32 l3;
+	__u64 sum;
+	int have, want;
 
-	if (want != have && bpf_xdp_adjust_tail(ctx, want - have)) {
-		ctr->drop_turn++;
+	if (!v || !k)
 		return XDP_DROP;
-	}
+	have = bpf_xdp_get_buff_len(ctx);
+	want = v->l4 + sizeof(struct mr_l4ack);
+	l3 = v->l3 & 31;
+	/* the pseudo header's sum is symmetric in the addresses: only the length changes */
+	sum = (__u64)v->pseudo + (0xffff ^ bpf_htons(v->udp_len)) +
+	      bpf_htons(sizeof(struct mr_l4ack));
+	if (want != have && bpf_xdp_adjust_tail(ctx, want - have))
+		return XDP_DROP;
 	data = (void *)(long)ctx->data;
 	end = (void *)(long)ctx->data_end;
 	if (data + ETH_HLEN > end)
@@ -165,7 +169,6 @@ static __always_inline int mr_turn(struct xdp_md *ctx, const struct mr_view *v,
 		sum += (__u32)bpf_csum_diff(0, 0, (void *)f, sizeof(*f), 0);
 		f->udp.check = mr_udp_check(sum);
 	}
-	ctr->sent_acks++;
 	return XDP_TX;
 }
 
@@ -236,8 +239,10 @@ static __attribute__((noinline)) int mr_ack_in(struct mr_in *in, struct mr_l4ack
 		lost = mr_core_tx_ack(p, max, f->ack.vec, f->ack.flags & MR_AF_PROBE);
 		if (lost)
 			c->repairs |= 1u << (path & (MR_MAX_PATHS - 1));
-		if (mr_core_any_repair(p))
+		if (mr_core_any_repair(p)) {
 			p->one = 1;
+			mr_core_tx_late(p, max, f->ack.vec);
+		}
 		p->lost += lost;
 		mr_core_rtt(p, (__u32)now - bpf_ntohl(f->ack.ts));
 		x = bpf_ntohl(f->ack.ce);
@@ -257,10 +262,13 @@ static __attribute__((noinline)) int mr_ack_in(struct mr_in *in, struct mr_l4ack
 		stale = 1;
 	}
 	work = c->repairs || c->busy || c->msn_next != tail;
-	page->tx_cum = c->psn_cum;
 	page->credit = c->credit;
 	page->nak_psn = c->nak_psn;
-	page->nak_syndrome = c->nak_syndrome;
+	/* exchanges: in order behind what was stored before, and before arm_send is read */
+	if (nak)
+		__sync_lock_test_and_set(&page->nak_syndrome, c->nak_syndrome);
+	if (done)
+		__sync_lock_test_and_set(&page->tx_cum, c->psn_cum);
 unlock:
 	bpf_spin_unlock(&c->lock);
 	if (bad) {
@@ -283,7 +291,7 @@ unlock:
 
 		if ((MR_READ_ONCE(e->valid) == MR_VALID(n) && mr_before(e->last_psn, cum)) ||
 		    MR_READ_ONCE(page->nak_syndrome))
-			mr_notify(&page->arm_send, slot, c->qpn);
+			mr_notify(&page->arm_send, slot, c->qpn, ctr);
 	}
 	return XDP_DROP;
 }

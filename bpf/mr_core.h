@@ -288,14 +288,16 @@ static __always_inline __u32 mr_core_tx_all_lost(struct mr_tx_path *p)
 
 /*
  * The path half of an ACK: what [una, max] lacks is lost, except the youngest
- * `tolerance`, which may only be late (an ACK that answers a probe makes no
- * exception: the probe left long after). Returns how many were lost. The caller
- * has checked that max was sent.
+ * `tolerance`, which may only be late. An ACK that answers a probe makes no
+ * exception: control's probes leave long after the data; mr_tx's own, right
+ * behind it, is told by its pseq. Returns how many were lost. The caller has
+ * checked that max was sent.
  */
 static __always_inline __u32 mr_core_tx_ack(struct mr_tx_path *p, __u32 max, const __u64 vec[4],
 					    int probe)
 {
-	__u32 n = max - p->una + 1, hold = probe ? 0 : p->tolerance, lost = 0, i;
+	__u32 hold = probe && max != p->idle_pseq ? 0 : p->tolerance;
+	__u32 n = max - p->una + 1, lost = 0, i;
 	__u64 late = 0, any = 0, set[4];
 
 	if ((__s32)n <= 0)
@@ -324,6 +326,23 @@ static __always_inline __u32 mr_core_tx_ack(struct mr_tx_path *p, __u32 max, con
 	else if (n > hold)
 		p->una = max + 1 - hold;
 	return lost;
+}
+
+/* What an ACK shows arrived needs no repair any more: a timeout was hasty. */
+static __always_inline void mr_core_tx_late(struct mr_tx_path *p, __u32 max, const __u64 vec[4])
+{
+	__u32 after = p->next - 1 - max, i; /* their descriptors have replaced as many */
+	__u64 set[4];
+
+	if (after >= 256)
+		return;
+	for (i = 0; i < 4; i++) {
+		set[3 - i] = mr_reverse(vec[i] & mr_low(256 - after, i));
+		asm volatile("" ::: "memory");
+	}
+	mr_rol256(set, (max + 1) & 255);
+	for (i = 0; i < 4; i++)
+		p->repair[i] &= ~set[i];
 }
 
 static __always_inline __u64 mr_core_any_repair(const struct mr_tx_path *p)

@@ -72,13 +72,16 @@ static __always_inline int mr_ctl_main(struct xdp_md *ctx)
 		break;
 	case MR_CTL_REROLL:
 		/* never so far ahead of what the peer has heard that it takes new for old */
-		if ((__u8)(p->gen - p->acked_gen) >= 64)
-			break;
-		p->gen++;
-		p->sport = value;
-		p->peer_pkts = 0;
-		p->peer_ce = 0;
-		p->peer_dups = 0;
+		if ((__u8)(p->gen - p->acked_gen) >= 64) {
+			result = MR_CTL_LIMIT;
+		} else {
+			p->gen++;
+			p->sport = value;
+			p->peer_pkts = 0;
+			p->peer_ce = 0;
+			p->peer_dups = 0;
+		}
+		/* in any case: the slots that unanswered probes have taken are free again */
 		mr_ctl_rescue(c, p, path, &lost);
 		ready = 1;
 		break;

@@ -91,7 +91,7 @@ struct {
 /* struct mr_event: wakes a connection's consumer. */
 struct {
 	__uint(type, BPF_MAP_TYPE_RINGBUF);
-	__uint(max_entries, 65536);
+	__uint(max_entries, 262144); /* two records a connection at most, with room to spare */
 } mr_event SEC(".maps");
 
 #endif

@@ -14,7 +14,7 @@ static __always_inline void mr_ring_push(struct mr_pump *pump, __u32 slot)
 {
 	__u32 at = __sync_fetch_and_add(&pump->tail, 1);
 
-	__sync_lock_test_and_set(&pump->ring[at % MR_MAX_CONNS], slot + 1);
+	__sync_lock_test_and_set(&pump->ring[at % MR_RING], slot + 1);
 }
 
 /* Connection slot may have something to send. The caller has published what. */
@@ -31,12 +31,15 @@ static __always_inline void mr_make_ready(__u32 slot)
 }
 
 /* Whoever armed *armed is to look at its queues. */
-static __always_inline void mr_notify(__u32 *armed, __u32 slot, __u32 qpn)
+static __always_inline void mr_notify(__u32 *armed, __u32 slot, __u32 qpn, struct mr_counters *ctr)
 {
 	struct mr_event event = { .slot = slot, .qpn = qpn };
 
-	if (__sync_lock_test_and_set(armed, 0))
-		bpf_ringbuf_output(&mr_event, &event, sizeof(event), 0);
+	if (!__sync_lock_test_and_set(armed, 0) ||
+	    !bpf_ringbuf_output(&mr_event, &event, sizeof(event), 0))
+		return;
+	MR_WRITE_ONCE(*armed, 1);
+	ctr->events_lost++;
 }
 
 #endif

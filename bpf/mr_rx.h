@@ -56,6 +56,18 @@ static __always_inline int mr_rx_enter(struct mr_rx_path *p, enum mr_gen gen, __
 	return *ooo || ce || gen == MR_GEN_NEW || ++p->since >= MR_ACK_EVERY;
 }
 
+static __always_inline int mr_answer(struct xdp_md *ctx, const struct mr_view *v,
+				     const struct mr_ackinfo *k, struct mr_counters *ctr)
+{
+	int action = mr_turn(ctx, v, k);
+
+	if (action == XDP_TX)
+		ctr->sent_acks++;
+	else
+		ctr->drop_turn++;
+	return action;
+}
+
 static __attribute__((noinline)) int mr_rx_probe(struct xdp_md *ctx, struct mr_in *in,
 						 struct mr_l4dh *f)
 {
@@ -105,7 +117,7 @@ static __attribute__((noinline)) int mr_rx_probe(struct xdp_md *ctx, struct mr_i
 	k.token = c->tx_token;
 	k.tos = c->tos;
 	k.checksum = c->checksum;
-	return mr_turn(ctx, v, &k, ctr);
+	return mr_answer(ctx, v, &k, ctr);
 }
 
 static __attribute__((noinline)) int mr_rx_write(struct xdp_md *ctx, struct mr_in *in,
@@ -179,7 +191,8 @@ static __attribute__((noinline)) int mr_rx_write(struct xdp_md *ctx, struct mr_i
 					   ctr, &why);
 		addr -= region ? region->base : 0;
 	}
-	if (!syndrome && (flags & MR_F_IMM) && !mr_before(ordinal, k.credit)) {
+	/* posted, and not so long ago that its slot is another one's by now */
+	if (!syndrome && (flags & MR_F_IMM) && k.credit - 1 - ordinal >= MR_RQ_DEPTH) {
 		why = &ctr->nak_no_receive;
 		syndrome = MR_SYN_INVALID_REQUEST;
 	}
@@ -222,12 +235,15 @@ static __attribute__((noinline)) int mr_rx_write(struct xdp_md *ctx, struct mr_i
 		before = c->rxs.cum;
 		mr_core_arrive(&c->rxs, psn);
 		before = c->rxs.cum - before;
-		page->rx_cum = c->rxs.cum;
+		/* an exchange: behind payload and record, and before arm_recv is read. Always,
+		 * though only receives need it: a branch here multiplies what the verifier walks
+		 */
+		__sync_lock_test_and_set(&page->rx_cum, c->rxs.cum);
 	}
 	ack = verdict != MR_NEW || (flags & MR_F_LAST) || ask;
 	if (verdict != MR_REFUSED && gen != MR_GEN_STALE) {
 		ack |= mr_rx_enter(p, gen, pgen, pseq, v->ce, &ooo);
-		p->dups += verdict == MR_DUP;
+		p->dups += verdict == MR_DUP && gen != MR_GEN_PREVIOUS;
 		p->sport = v->sport;
 	}
 	if (ack)
@@ -245,7 +261,7 @@ static __attribute__((noinline)) int mr_rx_write(struct xdp_md *ctx, struct mr_i
 			struct mr_rcqe *e = &page->rcq[n % MR_RQ_DEPTH];
 
 			if (MR_READ_ONCE(e->valid) == MR_VALID(n) && mr_before(e->psn, k.cum))
-				mr_notify(&page->arm_recv, slot, c->qpn);
+				mr_notify(&page->arm_recv, slot, c->qpn, ctr);
 		}
 	} else if (verdict == MR_DUP) {
 		ctr->duplicate_request++;
@@ -260,7 +276,7 @@ static __attribute__((noinline)) int mr_rx_write(struct xdp_md *ctx, struct mr_i
 	k.token = c->tx_token;
 	k.tos = c->tos;
 	k.checksum = c->checksum;
-	return mr_turn(ctx, v, &k, ctr);
+	return mr_answer(ctx, v, &k, ctr);
 }
 
 static __always_inline int mr_rx_main(struct xdp_md *ctx)

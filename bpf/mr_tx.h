@@ -16,17 +16,23 @@ enum mr_job {
 	MR_JOB_PROBE,
 };
 
-/* Stops the connection's sending at request msn. Control sees it and ends the connection. */
+/*
+ * Stops the connection's sending at request msn, of which psn cannot be sent. Control
+ * sees it and, once all below psn is acknowledged, ends the connection.
+ */
 static __always_inline void mr_tx_stop(struct mr_conn *c, struct mr_qpage *page, __u32 slot,
-				       __u32 fault, __u32 msn, struct mr_counters *ctr)
+				       __u32 fault, __u32 msn, __u32 psn, struct mr_counters *ctr)
 {
 	bpf_spin_lock(&c->lock);
-	c->fault = fault;
-	page->fault_msn = msn;
-	page->fault = fault;
+	if (!c->fault || mr_before(psn, c->fault_psn)) {
+		c->fault = fault;
+		c->fault_psn = psn;
+		page->fault_msn = msn;
+		__sync_lock_test_and_set(&page->fault, fault);
+	}
 	bpf_spin_unlock(&c->lock);
 	ctr->tx_fault++;
-	mr_notify(&page->arm_send, slot, c->qpn);
+	mr_notify(&page->arm_send, slot, c->qpn, ctr);
 }
 
 /*
@@ -53,7 +59,7 @@ static __always_inline __u32 mr_tx_load(struct mr_req *r, struct mr_qpage *page,
 	if (r->op != MR_WR_WRITE && r->op != MR_WR_WRITE_IMM)
 		return MR_FAULT_LOC_QP_OP;
 	index = lkey >> 8;
-	r->region = index;
+	r->lkey = lkey;
 	r->local = 0;
 	if (!r->len)
 		return MR_FAULT_NONE;
@@ -67,14 +73,15 @@ static __always_inline __u32 mr_tx_load(struct mr_req *r, struct mr_qpage *page,
 }
 
 struct mr_choice {
-	__u32 job, path, source;
+	__u32 job, path, source, idle;
 	__u64 paced_ns;
 };
 
 /*
  * The next path in turn that may send something that waits: its own repairs,
  * those of a path that may not send, new data. Without the lock: only this
- * program takes packets out, so what is open here stays open.
+ * program takes packets out, so windows stay open; the state is looked at again
+ * under the lock.
  */
 static __always_inline int mr_tx_pick(struct mr_conn *c, __u64 now, int data,
 				      struct mr_choice *choice)
@@ -129,6 +136,16 @@ static __always_inline int mr_tx_commit(struct mr_conn *c, struct mr_path *pp, s
 
 	if (c->state != MR_CONN_OPEN)
 		return MR_NOTHING;
+	if (p->state != MR_PATH_ACTIVE &&
+	    (choice->job != MR_JOB_PROBE || choice->idle || mr_core_next_is_repair(p))) {
+		/*
+		 * Control took the path away meanwhile. Nor does a probe there carry data: the
+		 * others take the repair over first, and control asks again.
+		 */
+		c->probe &= ~(1u << path);
+		c->unasked &= ~(1u << path);
+		return MR_AGAIN;
+	}
 	if (mr_core_next_is_repair(p)) {
 		/* its descriptor would be overwritten: it goes first, and asks if a probe was due */
 		job = MR_JOB_REPAIR;
@@ -136,9 +153,14 @@ static __always_inline int mr_tx_commit(struct mr_conn *c, struct mr_path *pp, s
 		sp = pp;
 	}
 	if (mr_core_inflight(p) >=
-	    (choice->job == MR_JOB_PROBE ? MR_PATH_RING - 1 : MR_PATH_WINDOW))
-		return MR_NOTHING;
-	k->d.sent_ns = now;
+	    (choice->job == MR_JOB_PROBE ? MR_PATH_RING - 1 : MR_PATH_WINDOW)) {
+		if (choice->job != MR_JOB_PROBE)
+			return MR_NOTHING;
+		/* so many unanswered that no more fit: it must not stand in the way of data */
+		c->probe &= ~(1u << path);
+		c->unasked &= ~(1u << path);
+		return MR_AGAIN;
+	}
 	if (choice->job == MR_JOB_PROBE) {
 		c->probe &= ~(1u << path);
 		c->unasked &= ~(1u << path);
@@ -160,7 +182,8 @@ static __always_inline int mr_tx_commit(struct mr_conn *c, struct mr_path *pp, s
 		k->d.len = sp->desc[idx & 255].len;
 		k->d.slot = sp->desc[idx & 255].slot;
 		if (k->d.len == MR_DESC_PROBE || mr_before(k->d.psn, c->psn_cum) ||
-		    (c->nak_syndrome && !mr_before(k->d.psn, c->nak_psn))) {
+		    (c->nak_syndrome && !mr_before(k->d.psn, c->nak_psn)) ||
+		    (c->fault && !mr_before(k->d.psn, c->fault_psn))) {
 			if (choice->job == MR_JOB_PROBE)
 				c->probe |= 1u << path; /* the slot is free now: next time */
 			return MR_AGAIN;
@@ -176,8 +199,10 @@ static __always_inline int mr_tx_commit(struct mr_conn *c, struct mr_path *pp, s
 			c->busy = 1;
 			c->cur_off = 0;
 			c->cur_len = fresh->len;
-			if (fresh->op == MR_WR_WRITE_IMM)
+			if (fresh->op == MR_WR_WRITE_IMM) {
 				c->ordinal++;
+				c->no_credit = 0;
+			}
 		}
 		left = c->cur_len - c->cur_off;
 		k->d.psn = c->psn_next++;
@@ -200,6 +225,8 @@ static __always_inline int mr_tx_commit(struct mr_conn *c, struct mr_path *pp, s
 	if (c->busy || c->msn_next != tail)
 		k->flags |= MR_F_MORE;
 	k->pseq = p->next++;
+	if (choice->idle)
+		p->idle_pseq = k->pseq;
 	pp->desc[k->pseq & 255] = k->d;
 	/* repairs ask; so does the packet that closes the window */
 	if (job == MR_JOB_REPAIR || mr_core_inflight(p) >= p->cwnd ||
@@ -227,8 +254,11 @@ static __always_inline int mr_tx_build(struct xdp_md *ctx, struct mr_conn *c, st
 {
 	__u32 l4 = pp->l4_off & 63, l3 = pp->l3_off & 31, len, hdr, ext, flags = k->flags, udp_len;
 	int have = bpf_xdp_get_buff_len(ctx);
+	volatile __u64 *from;
 	struct mr_l4dh *f;
 	void *data, *end;
+	__u64 *to;
+	__u32 i;
 
 	if (k->job == MR_JOB_PROBE) {
 		len = 0;
@@ -250,13 +280,24 @@ static __always_inline int mr_tx_build(struct xdp_md *ctx, struct mr_conn *c, st
 	/* the frame's length reaches the driver only if the program changes it, each time */
 	if (bpf_xdp_adjust_tail(ctx, (int)(l4 + hdr + len) - have))
 		return -1;
-	if (len && mr_fetch(ctx, l4 + hdr, len, r->region, r->local + k->d.offset))
-		return -1;
+	if (len) {
+		/* the region may be gone, its index another one's: the key tells */
+		__u32 index = r->lkey >> 8;
+		struct mr_region *region = bpf_map_lookup_elem(&mr_region, &index);
+
+		if (!region || region->key != r->lkey ||
+		    mr_fetch(ctx, l4 + hdr, len, index, r->local + k->d.offset))
+			return -MR_FAULT_LOC_PROT;
+	}
 	data = (void *)(long)ctx->data;
 	end = (void *)(long)ctx->data_end;
 	if (data + sizeof(pp->tmpl) > end)
 		return -1;
-	__builtin_memcpy(data, pp->tmpl, sizeof(pp->tmpl));
+	to = data;
+	from = (void *)pp->tmpl;
+#pragma unroll
+	for (i = 0; i < sizeof(pp->tmpl) / 8; i++)
+		to[i] = from[i]; /* by words: control may be writing it */
 	udp_len = hdr + len;
 	if (!pp->v6) {
 		struct iphdr *ip = data + l3;
@@ -328,7 +369,7 @@ static __always_inline int mr_tx_conn(struct xdp_md *ctx, struct mr_pump *pump, 
 	struct mr_req *r = 0, *fresh = 0;
 	struct mr_packet k = {};
 	struct mr_path *pp, *sp;
-	__u32 tail, index, fault, data = 0;
+	__u32 tail, index, fault, data = 0, unasked;
 	int done, udp_len;
 	__u64 now;
 
@@ -345,7 +386,7 @@ static __always_inline int mr_tx_conn(struct xdp_md *ctx, struct mr_pump *pump, 
 			fresh = &reqs->req[c->msn_next % MR_SQ_DEPTH];
 			fault = mr_tx_load(fresh, page, c->msn_next, c->pd);
 			if (fault) {
-				mr_tx_stop(c, page, slot, fault, c->msn_next, ctr);
+				mr_tx_stop(c, page, slot, fault, c->msn_next, c->psn_next, ctr);
 				fresh = 0;
 			} else if (fresh->op == MR_WR_WRITE_IMM &&
 				   !mr_before(c->ordinal, MR_READ_ONCE(c->credit))) {
@@ -360,25 +401,24 @@ static __always_inline int mr_tx_conn(struct xdp_md *ctx, struct mr_pump *pump, 
 		}
 	}
 
+	unasked = MR_READ_ONCE(c->unasked);
 	if (MR_READ_ONCE(c->probe)) {
 		choice.job = MR_JOB_PROBE;
 		choice.path = mr_ctz(c->probe);
 		choice.source = choice.path;
-	} else if (data || MR_READ_ONCE(c->repairs)) {
-		if (!mr_tx_pick(c, now, data, &choice)) {
-			if (!choice.paced_ns)
-				return MR_NOTHING;
+	} else if (!(data || MR_READ_ONCE(c->repairs)) || !mr_tx_pick(c, now, data, &choice)) {
+		if (choice.paced_ns) {
 			MR_WRITE_ONCE(pump->paced_ns, choice.paced_ns);
 			ctr->tx_paced++;
 			return MR_LATER;
 		}
-	} else if (MR_READ_ONCE(c->unasked)) {
-		/* nothing left to send: learn the fate of each path's last packets */
+		if (!unasked)
+			return MR_NOTHING;
+		/* nothing left to send, or all windows shut: learn the fate of each path's last packets */
 		choice.job = MR_JOB_PROBE;
-		choice.path = mr_ctz(c->unasked);
+		choice.path = mr_ctz(unasked);
 		choice.source = choice.path;
-	} else {
-		return MR_NOTHING;
+		choice.idle = 1;
 	}
 	choice.path &= MR_MAX_PATHS - 1;
 	choice.source &= MR_MAX_PATHS - 1;
@@ -416,6 +456,8 @@ static __always_inline int mr_tx_conn(struct xdp_md *ctx, struct mr_pump *pump, 
 	udp_len = mr_tx_build(ctx, c, pp, r, &k, now);
 	if (udp_len < 0) {
 		ctr->tx_error++;
+		if (udp_len == -MR_FAULT_LOC_PROT)
+			mr_tx_stop(c, page, slot, MR_FAULT_LOC_PROT, r->msn, k.d.psn, ctr);
 		return MR_AGAIN;
 	}
 	if (c->checksum) {
@@ -450,7 +492,7 @@ static __always_inline int mr_tx_main(struct xdp_md *ctx)
 	if (!ctr || !pump)
 		return XDP_ABORTED;
 	head = pump->head;
-	entry = MR_READ_ONCE(pump->ring[head % MR_MAX_CONNS]);
+	entry = MR_READ_ONCE(pump->ring[head % MR_RING]);
 	if (head == MR_READ_ONCE(pump->tail) || !entry) {
 		pump->idle++;
 		return XDP_DROP;
@@ -458,7 +500,7 @@ static __always_inline int mr_tx_main(struct xdp_md *ctx)
 	slot = entry - 1;
 	if (slot >= mr_max_conns) {
 		ctr->bad_ready++;
-		MR_WRITE_ONCE(pump->ring[head % MR_MAX_CONNS], 0);
+		MR_WRITE_ONCE(pump->ring[head % MR_RING], 0);
 		pump->head = head + 1;
 		return XDP_DROP;
 	}
@@ -477,7 +519,7 @@ static __always_inline int mr_tx_main(struct xdp_md *ctx)
 			shift = 2; /* the others' turn */
 	}
 	if (shift) {
-		MR_WRITE_ONCE(pump->ring[head % MR_MAX_CONNS], 0);
+		MR_WRITE_ONCE(pump->ring[head % MR_RING], 0);
 		pump->head = head + 1;
 		pump->burst = 0;
 		if (shift == 2)

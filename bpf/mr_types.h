@@ -17,6 +17,8 @@
 #define MR_TYPES_H
 
 #define MR_MAX_CONNS 4096 /* upper bound; the maps are sized at load */
+#define MR_RING \
+	(2 * MR_MAX_CONNS) /* each connection once, and the one that mr_tx holds once more */
 #define MR_MAX_PATHS 32
 #define MR_PATH_RING 256   /* descriptors a path = bits of an ACK's vector */
 #define MR_PATH_WINDOW 248 /* data in flight a path; the rest is for probes */
@@ -64,7 +66,6 @@ enum mr_fault {
 struct mr_desc {
 	__u32 psn;
 	__u32 offset;
-	__u32 sent_ns;
 	__u16 len;
 	__u16 slot; /* in mr_reqs */
 };
@@ -107,8 +108,9 @@ struct mr_tx_path {
 	__u32 peer_pkts, peer_ce, peer_dups; /* the ACK's counts, this generation */
 	__u32 lost;                          /* transmissions found missing */
 	__u32 ce;                            /* marks reported, all generations */
-	__u32 pace_max; /* the brake goes no further: control wrote half of it */
-	__u32 pad3[3];
+	__u32 pace_max;  /* the brake goes no further: control wrote half of it */
+	__u32 idle_pseq; /* mr_tx's own last probe: it left right behind the data */
+	__u32 pad3[2];
 	/* 128: written by mr_tx */
 	__u64 sent_bytes; /* frames' bytes */
 	__u32 sent, retx, probes, pad4;
@@ -170,7 +172,8 @@ struct mr_conn {
 	__u32 unasked;   /* bit i: the last packet on path i did not ask for an ACK */
 	__u32 no_credit; /* stalled for want of a receive */
 	__u32 fault;     /* enum mr_fault */
-	__u32 pad2[12];
+	__u32 fault_psn; /* of the first packet that could not be sent */
+	__u32 pad2[11];
 	/* 192 */
 	struct mr_tx_path tx[MR_MAX_PATHS];
 	struct mr_rx_path rx[MR_MAX_PATHS];
@@ -181,8 +184,7 @@ struct mr_conn {
 struct mr_req {
 	__u64 local; /* offset in its region */
 	__u64 raddr;
-	__u32 region; /* index of the local region */
-	__u32 rkey, len, imm;
+	__u32 lkey, rkey, len, imm;
 	__u32 msn, ordinal;
 	__u8 op, flags;
 	__u16 stream;
@@ -250,7 +252,7 @@ struct mr_region {
  * A pump: the ready ring of connections that may have something to send, and
  * whether it sleeps. Map mr_pump, mapped. A producer (Post, mr_rx) sets
  * ready[slot] by atomic exchange; whoever found 0 there adds 1 to tail and
- * exchanges slot + 1 into ring[old tail % MR_MAX_CONNS]. Then it exchanges
+ * exchanges slot + 1 into ring[old tail % MR_RING]. Then it exchanges
  * `sleeping` with 0, and who found 1 wakes the pump.
  */
 struct mr_pump {
@@ -264,7 +266,7 @@ struct mr_pump {
 	/* the pump's thread sets, producers clear */
 	__u32 sleeping, pad2[15];
 	__u32 ready[MR_MAX_CONNS];
-	__u32 ring[MR_MAX_CONNS];
+	__u32 ring[MR_RING];
 };
 
 /* Ring buffer mr_event: a connection's consumer is to look at its queues. */
@@ -276,7 +278,7 @@ struct mr_event {
 enum mr_ctl_op {
 	MR_CTL_STATE = 1,   /* conn.state = value */
 	MR_CTL_PATH = 2,    /* cwnd, pace, tolerance of path */
-	MR_CTL_PROBE = 3,   /* probe |= value (mask of paths), one = 1 on them */
+	MR_CTL_PROBE = 3,   /* probe |= value (mask of paths) */
 	MR_CTL_SUSPECT = 4, /* path.state = value; all unresolved is queued as repairs */
 	MR_CTL_REROLL = 5,  /* sport = value, gen + 1; all unresolved is queued as repairs */
 	MR_CTL_TIMEOUT = 6, /* all unresolved of path is lost, one = 1 */
@@ -291,6 +293,7 @@ enum mr_ctl_result {
 	MR_CTL_OK = 1,
 	MR_CTL_NO_CONN = 2, /* slot out of range or another qpn there */
 	MR_CTL_BAD = 3,
+	MR_CTL_LIMIT = 4, /* re-rolled too far beyond what the peer has heard */
 };
 
 /*
@@ -348,6 +351,7 @@ struct mr_counters {
 	__u64 tx_skipped;   /* repairs that were no longer needed */
 	__u64 tx_error;     /* a frame could not be built */
 	__u64 bad_ready;    /* nonsense in the ready ring */
+	__u64 events_lost;  /* ring buffer mr_event was full; the next ACK tries again */
 };
 
 #endif

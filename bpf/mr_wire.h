@@ -54,7 +54,11 @@ enum mr_syndrome {
 	MR_SYN_REMOTE_OPERATION = 0x63,
 };
 
-#define MR_PACKED __attribute__((packed))
+/*
+ * No padding, and fields read as words: headers lie at any address, which every machine
+ * that runs this takes; plain "packed" would have clang read them byte by byte.
+ */
+#define MR_PACKED __attribute__((packed, aligned(4)))
 
 struct mr_bth {
 	__u8 opcode, flags; /* SE, M, Pad, TVer: 0 */

@@ -58,7 +58,8 @@ type metaroceMrConn struct {
 	Unasked     uint32
 	NoCredit    uint32
 	Fault       uint32
-	Pad2        [12]uint32
+	FaultPsn    uint32
+	Pad2        [11]uint32
 	Tx          [32]metaroceMrTxPath
 	Rx          [32]metaroceMrRxPath
 	Rxs         metaroceMrRxStream
@@ -123,6 +124,7 @@ type metaroceMrCounters struct {
 	TxSkipped              uint64
 	TxError                uint64
 	BadReady               uint64
+	EventsLost             uint64
 }
 
 type metaroceMrCtlFrame struct {
@@ -156,13 +158,13 @@ const (
 	metaroceMrCtlResultMR_CTL_OK      metaroceMrCtlResult = 1
 	metaroceMrCtlResultMR_CTL_NO_CONN metaroceMrCtlResult = 2
 	metaroceMrCtlResultMR_CTL_BAD     metaroceMrCtlResult = 3
+	metaroceMrCtlResultMR_CTL_LIMIT   metaroceMrCtlResult = 4
 )
 
 type metaroceMrDesc struct {
 	_      structs.HostLayout
 	Psn    uint32
 	Offset uint32
-	SentNs uint32
 	Len    uint16
 	Slot   uint16
 }
@@ -218,7 +220,7 @@ type metaroceMrPump struct {
 	Sleeping uint32
 	Pad2     [15]uint32
 	Ready    [4096]uint32
-	Ring     [4096]uint32
+	Ring     [8192]uint32
 }
 
 type metaroceMrQpage struct {
@@ -270,7 +272,7 @@ type metaroceMrReqs struct {
 		_       structs.HostLayout
 		Local   uint64
 		Raddr   uint64
-		Region  uint32
+		Lkey    uint32
 		Rkey    uint32
 		Len     uint32
 		Imm     uint32
@@ -341,7 +343,8 @@ type metaroceMrTxPath struct {
 	Lost      uint32
 	Ce        uint32
 	PaceMax   uint32
-	Pad3      [3]uint32
+	IdlePseq  uint32
+	Pad3      [2]uint32
 	SentBytes uint64
 	Sent      uint32
 	Retx      uint32

@@ -94,4 +94,5 @@ const (
 	CtlOK     = uint32(metaroceMrCtlResultMR_CTL_OK)
 	CtlNoConn = uint32(metaroceMrCtlResultMR_CTL_NO_CONN)
 	CtlBad    = uint32(metaroceMrCtlResultMR_CTL_BAD)
+	CtlLimit  = uint32(metaroceMrCtlResultMR_CTL_LIMIT)
 )

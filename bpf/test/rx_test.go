@@ -472,6 +472,52 @@ func TestRxImmediateGoesToTheReceiveItNames(t *testing.T) {
 	}
 }
 
+func TestRxOldOrdinalDoesNotOverwriteAReceiveThatWaits(t *testing.T) {
+	w := newWorld(t)
+	imm := func(n, ordinal uint32) *wire.Packet {
+		return w.write(n, func(p *wire.Packet) {
+			p.Data.Flags |= wire.FlagImm | wire.FlagLast
+			p.Imm.Ordinal = ordinal
+		})
+	}
+	w.page.RqTail = 256
+	w.deliver(imm(0, 130))
+	before := w.page.Rcq[2]
+	if _, a := w.deliver(imm(1, 2)); a == nil || a.ACK.Syndrome != wire.SynInvalidRequest {
+		t.Errorf("answer %+v, want a NAK: receive 2 was used long ago", a)
+	}
+	if w.page.Rcq[2] != before {
+		t.Error("the record of receive 130 was overwritten")
+	}
+}
+
+func TestRxDuplicateOfThePreviousGenerationCountsNotForTheCurrent(t *testing.T) {
+	w := newWorld(t)
+	w.deliver(w.write(0, nil))
+	w.deliver(w.write(1, func(p *wire.Packet) { p.Data.Gen = 1; p.Data.PSeq = 5 }))
+	if _, a := w.deliver(w.write(0, nil)); a == nil || a.ACK.Dups != 0 || a.ACK.Pkts != 1 {
+		t.Errorf("answer %+v, want the new generation's counts", a)
+	}
+}
+
+func TestRxEventThatFindsNoRoomIsCountedAndStaysArmed(t *testing.T) {
+	w := newWorld(t)
+	var lost uint64
+	for i := uint32(0); i < 40000 && lost == 0; i++ {
+		w.page.RqTail, w.page.WaitRecv, w.page.ArmRecv = i+1, i, 1
+		lost = w.counted(func() {
+			w.deliver(w.write(i, func(p *wire.Packet) {
+				p.Payload, p.RETH.Len = nil, 0
+				p.Data.Flags |= wire.FlagImm | wire.FlagLast
+				p.Imm.Ordinal = i
+			}))
+		})["EventsLost"]
+	}
+	if lost != 1 || w.page.ArmRecv != 1 {
+		t.Errorf("events_lost %d, armed %d, want 1 and still armed", lost, w.page.ArmRecv)
+	}
+}
+
 func TestRxChecksumOffTakesPacketsWithout(t *testing.T) {
 	w := newWorld(t, noChecksum())
 	_, a := w.deliver(w.write(0, func(p *wire.Packet) { p.NoChecksum = true; p.BTH.AckReq = true }))

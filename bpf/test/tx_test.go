@@ -5,9 +5,11 @@ package bpftest
 import (
 	"bytes"
 	"math/bits"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/cilium/ebpf"
 	"github.com/google/go-cmp/cmp"
 	"golang.org/x/sys/unix"
 
@@ -522,7 +524,7 @@ func TestTxReadyConnectionsTakeTurns(t *testing.T) {
 	w := newWorld(t, withConn(onePath))
 	w.change(func(c *loader.Conn) { c.Tx[0].Cwnd = 200 })
 	w.post(payload*100, nil)
-	w.pump.Ring[w.pump.Tail%4096] = 200 + 1 // a connection that is not there
+	w.pump.Ring[w.pump.Tail%uint32(len(w.pump.Ring))] = 200 + 1 // a connection that is not there
 	w.pump.Ready[200] = 1
 	w.pump.Tail++
 	for range 40 {
@@ -558,9 +560,148 @@ func TestControlRefusesAConnectionThatIsNotThere(t *testing.T) {
 func TestControlDoesNotRerollFarBeyondWhatThePeerHasHeard(t *testing.T) {
 	w := newWorld(t, withConn(onePath))
 	for i := range 200 {
-		w.control(loader.Ctl{Op: loader.CtlReroll, Path: 0, Value: uint32(50000 + i)})
+		ret, err := w.o.RunControl(loader.Ctl{Op: loader.CtlReroll, Slot: slot, Qpn: qpn, Value: uint32(50000 + i)})
+		w.must(err)
+		if want := map[bool]uint32{true: loader.CtlOK, false: loader.CtlLimit}[i < 64]; ret != want {
+			t.Fatalf("re-roll %d: mr_ctl returned %d, want %d", i, ret, want)
+		}
 	}
 	if g := w.conn().Tx[0].Gen; g != 64 {
 		t.Errorf("generation %d, want it to stop at 64", g)
+	}
+}
+
+func TestTxDeadPathNeverStandsInTheWayOfTheOthers(t *testing.T) {
+	w := newWorld(t)
+	w.control(loader.Ctl{Op: loader.CtlSuspect, Path: 0, Value: uint32(loader.PathSuspect)})
+	// probed for a long time without an answer, re-rolled until no more is allowed
+	for i := range 64*8 + 300 {
+		if i%8 == 7 {
+			_, err := w.o.RunControl(loader.Ctl{Op: loader.CtlReroll, Slot: slot, Qpn: qpn, Path: 0, Value: uint32(50000 + i)})
+			w.must(err)
+		}
+		w.control(loader.Ctl{Op: loader.CtlProbe, Value: 1})
+		if len(w.drain(40)) == 0 {
+			t.Fatalf("probe %d did not leave", i)
+		}
+	}
+	w.post(64, nil)
+	if got := w.drain(20); len(got) == 0 || got[0].BTH.Opcode != wire.OpWrite {
+		t.Errorf("a write on three healthy paths did not leave")
+	}
+}
+
+func TestTxProbesBeyondTheRingAreDroppedNotWaitedFor(t *testing.T) {
+	w := newWorld(t)
+	w.control(loader.Ctl{Op: loader.CtlSuspect, Path: 0, Value: uint32(loader.PathSuspect)})
+	for range 300 {
+		w.control(loader.Ctl{Op: loader.CtlProbe, Value: 1})
+		w.drain(10)
+	}
+	w.post(64, nil)
+	if got := w.drain(20); len(got) == 0 || got[0].Data.Path == 0 {
+		t.Errorf("a write on three healthy paths did not leave: %v", got)
+	}
+	if c := w.conn(); c.Probe != 0 || c.Tx[0].Next-c.Tx[0].Una > 255 {
+		t.Errorf("probe %b, %d in flight on the dead path", c.Probe, c.Tx[0].Next-c.Tx[0].Una)
+	}
+}
+
+func TestTxNothingIsCommittedOnAPathThatControlTookAwayMeanwhile(t *testing.T) {
+	w := newWorld(t, withConn(onePath))
+	w.change(func(c *loader.Conn) { c.Tx[0].Cwnd = 240 })
+	var stop atomic.Bool
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		tmpl := make([]byte, 14+40+8+12+32+16+8+payload+8)
+		for !stop.Load() {
+			// EINTR: it ran some
+			_, _ = w.o.Tx.Run(&ebpf.RunOptions{Data: tmpl, Repeat: 4096})
+		}
+	}()
+	w.page.Sq[0] = loader.WQE{Laddr: base, Raddr: 0x5000_0000, Lkey: rkey, Rkey: 0x4242, Len: 4 << 16}
+	atomic.AddUint32(&w.page.SqTail, 1)
+	for i := range 3000 {
+		w.control(loader.Ctl{Op: loader.CtlSuspect, Path: 0, Value: uint32(loader.PathActive)})
+		for range 20000 + 40*(i%300) {
+			_ = atomic.LoadUint32(&w.page.SqTail)
+		}
+		w.control(loader.Ctl{Op: loader.CtlSuspect, Path: 0, Value: uint32(loader.PathDown)})
+		for range 5000 {
+			_ = atomic.LoadUint32(&w.page.SqTail)
+		}
+		if c := w.conn(); c.Tx[0].Next != c.Tx[0].Una {
+			t.Errorf("round %d: a packet is under way on a path that is down: nobody would repair it", i)
+			break
+		}
+	}
+	stop.Store(true)
+	<-done
+}
+
+func TestTxAsksWhenAllWindowsShutBehindPacketsThatDidNot(t *testing.T) {
+	w := newWorld(t, withConn(onePath))
+	w.post(40*payload, nil)
+	for range 6 {
+		w.emit()
+	}
+	w.control(loader.Ctl{Op: loader.CtlPath, Path: 0, Cwnd: 4})
+	if got := w.drain(20); len(got) != 1 || got[0].BTH.Opcode != wire.OpProbe {
+		t.Errorf("sent %v, want one probe: 6 packets bring no ACK by themselves", got)
+	}
+}
+
+func TestTxNeverReadsARegionThatTookTheIndexOfAnother(t *testing.T) {
+	w := newWorld(t, withConn(onePath))
+	w.post(4*payload, nil)
+	for range 4 {
+		w.emit()
+	}
+	w.put(w.o.Region, regionIdx, &loader.Region{Key: rkey + 1, Pd: pd + 1, Base: base, Len: regionLen})
+	w.deliver(w.ack(w.psn0+3, w.psn0, func(p *wire.Packet) { missing(p, 3) }))
+	if got := w.drain(20); len(got) != 0 {
+		t.Errorf("a repair left with another protection domain's bytes: %v", got)
+	}
+	if c := w.conn(); c.Fault != loader.FaultLocProt || c.FaultPsn != w.psn0 || w.page.Fault != loader.FaultLocProt {
+		t.Errorf("fault %d at psn %d, mirrored %d, want %d at %d", c.Fault, c.FaultPsn, w.page.Fault, loader.FaultLocProt, w.psn0)
+	}
+}
+
+func TestTxIdleProbeDoesNotDefeatTheReorderingTolerance(t *testing.T) {
+	w := newWorld(t, withConn(onePath))
+	w.change(func(c *loader.Conn) { c.Tx[0].Tolerance = 5 })
+	w.post(payload*4, nil)
+	if got := w.drain(20); len(got) != 5 || got[4].BTH.Opcode != wire.OpProbe {
+		t.Fatalf("sent %d packets, want 4 and a probe", len(got))
+	}
+	w.deliver(w.ack(w.psn0+4, w.psn0+2, func(p *wire.Packet) { missing(p, 2); p.ACK.Flags = wire.AckFlagProbe }))
+	if c := w.conn(); c.Tx[0].Lost != 0 {
+		t.Error("the probe that left right behind the data declared a young gap lost")
+	}
+	w.control(loader.Ctl{Op: loader.CtlProbe, Value: 1})
+	w.emit()
+	w.deliver(w.ack(w.psn0+5, w.psn0+2, func(p *wire.Packet) { missing(p, 3); p.ACK.Flags = wire.AckFlagProbe }))
+	if c := w.conn(); c.Tx[0].Lost != 1 {
+		t.Error("control's probe did not settle the gap")
+	}
+}
+
+func TestTxLateAckCancelsRepairsOfAHastyTimeout(t *testing.T) {
+	w := newWorld(t, withConn(onePath))
+	w.post(payload*20, nil)
+	for range 8 {
+		w.emit()
+	}
+	w.control(loader.Ctl{Op: loader.CtlTimeout, Path: 0})
+	w.deliver(w.ack(w.psn0+7, w.psn0+2, func(p *wire.Packet) { missing(p, 5) }))
+	p := w.emit()
+	if p == nil || p.Data.PSN != w.psn0+2 || p.Data.Flags&wire.FlagRetx == 0 {
+		t.Fatalf("sent %+v, want the repair of the one that is missing", p)
+	}
+	for p = w.emit(); p == nil; p = w.emit() {
+	}
+	if p.Data.PSN != w.psn0+8 {
+		t.Errorf("sent psn %d, want new data: the rest has arrived", p.Data.PSN-w.psn0)
 	}
 }

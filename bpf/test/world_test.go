@@ -335,7 +335,7 @@ func (w *world) ready() {
 		return
 	}
 	w.pump.Ready[slot] = 1
-	w.pump.Ring[w.pump.Tail%4096] = slot + 1
+	w.pump.Ring[w.pump.Tail%uint32(len(w.pump.Ring))] = slot + 1
 	w.pump.Tail++
 }
 

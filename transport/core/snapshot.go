@@ -50,7 +50,7 @@ type Snapshot struct {
 	Credit, Ordinal  uint32
 	NakPsn           uint32
 	NakSyndrome      uint32
-	Fault            uint32
+	Fault, FaultPsn  uint32
 	Repairs, ProbeOn uint32 // masks of paths: repairs queued; probe wanted and not sent yet (mr_conn.probe)
 	Paths            []PathSnapshot
 }

@@ -111,7 +111,7 @@ func fillSnapshot(s *core.Snapshot, w *loader.Conn, tail uint32, paths int) {
 	*s = core.Snapshot{
 		State: core.ConnState(w.State), PsnNext: w.PsnNext, PsnCum: w.PsnCum, MsnNext: w.MsnNext, SqTail: tail,
 		Busy: w.Busy != 0, NoCredit: w.NoCredit != 0, Credit: w.Credit, Ordinal: w.Ordinal,
-		NakPsn: w.NakPsn, NakSyndrome: w.NakSyndrome, Fault: w.Fault, Repairs: w.Repairs, ProbeOn: w.Probe,
+		NakPsn: w.NakPsn, NakSyndrome: w.NakSyndrome, Fault: w.Fault, FaultPsn: w.FaultPsn, Repairs: w.Repairs, ProbeOn: w.Probe,
 		Paths: s.Paths[:0],
 	}
 	for i := range w.Tx[:paths] {
@@ -168,7 +168,7 @@ func (c *Conn) ended() error {
 	switch {
 	case s.NakSyndrome != core.SynNone && s.PsnCum == s.NakPsn:
 		return &RequestError{QPN: c.qpn, Status: core.StatusOfSyndrome(s.NakSyndrome), PSN: s.NakPsn, Remote: true}
-	case s.Fault != loader.FaultNone && s.PsnCum == s.PsnNext:
+	case s.Fault != loader.FaultNone && s.PsnCum == s.FaultPsn:
 		return &RequestError{QPN: c.qpn, Status: core.StatusOfFault(s.Fault), MSN: atomic.LoadUint32(&c.q.FaultMsn)}
 	}
 	return nil

@@ -24,7 +24,7 @@ import (
 // takeReady does what mr_tx does with the head of the ready ring of a connection that then has
 // nothing to send: not ready any more first, then off the ring.
 func takeReady(w *loader.Pump) (slot uint32, ok bool) {
-	n := uint32(loader.MaxConns)
+	n := uint32(len(w.Ring))
 	head := atomic.LoadUint32(&w.Head)
 	entry := atomic.LoadUint32(&w.Ring[head%n])
 	if head == atomic.LoadUint32(&w.Tail) || entry == 0 {

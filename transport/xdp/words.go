@@ -66,6 +66,9 @@ func (e *Engine) control(c loader.Ctl) error {
 	switch ret {
 	case loader.CtlOK:
 		return nil
+	case loader.CtlLimit:
+		// Re-rolled as far ahead of the peer as it may be: the policy tries again later.
+		return nil
 	case loader.CtlNoConn:
 		return fmt.Errorf("connection %#x in slot %d: %w", c.Qpn, c.Slot, errNoConn)
 	}
@@ -95,7 +98,7 @@ func (b bell) ring(slot uint32) {
 	w := b.words
 	if atomic.SwapUint32(&w.Ready[slot%uint32(loader.MaxConns)], 1) == 0 {
 		t := atomic.AddUint32(&w.Tail, 1) - 1
-		atomic.SwapUint32(&w.Ring[t%uint32(loader.MaxConns)], slot+1)
+		atomic.SwapUint32(&w.Ring[t%uint32(len(w.Ring))], slot+1)
 	}
 	if atomic.LoadUint32(&w.Sleeping) == 1 && atomic.SwapUint32(&w.Sleeping, 0) == 1 {
 		b.wake()

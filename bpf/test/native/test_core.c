@@ -216,6 +216,33 @@ static void all_lost_is_every_slot_in_flight(void)
 	}
 }
 
+/* Repairs that an ACK shows needless are cancelled, and no others. */
+static void late_ack_cancels_exactly_what_arrived(void)
+{
+	int round;
+
+	for (round = 0; round < ROUNDS * 20; round++) {
+		struct mr_tx_path p = { 0 };
+		__u64 vec[4], before[4];
+		__u32 after = below(270), max, k;
+
+		p.next = p.una = mr_rand(&rng);
+		max = p.next - 1 - after;
+		for (k = 0; k < 4; k++) {
+			vec[k] = mr_rand(&rng);
+			before[k] = p.repair[k] = mr_rand(&rng);
+		}
+		mr_core_tx_late(&p, max, vec);
+		for (k = 0; k < 256; k++) { /* descriptor of pseq next - 1 - k */
+			__u32 slot = (p.next - 1 - k) & 255, bit = k - after;
+			int arrived = k >= after && vec[bit / 64 & 3] >> (bit & 63) & 1;
+
+			assert((p.repair[slot / 64] >> (slot & 63) & 1) ==
+			       (arrived ? 0 : before[slot / 64] >> (slot & 63) & 1));
+		}
+	}
+}
+
 /* The slot that the next transmission takes is emptied before any other. */
 static void first_repair_is_the_oldest(void)
 {
@@ -311,6 +338,7 @@ int main(void)
 	RUN(vector_shows_what_arrived);
 	RUN(ack_queues_exactly_what_is_lost);
 	RUN(all_lost_is_every_slot_in_flight);
+	RUN(late_ack_cancels_exactly_what_arrived);
 	RUN(first_repair_is_the_oldest);
 	RUN(generations_compare_serially);
 	RUN(brake_is_bounded);
