@@ -13,6 +13,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/metaroce/metaroce/fabric/lab"
@@ -51,9 +52,11 @@ func (c *Ceiling) Run(ctx context.Context, payload, span int, d time.Duration) (
 	ctx, cancel := context.WithTimeout(ctx, baselineTime)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, c.path, "-payload", fmt.Sprint(payload), "-span", fmt.Sprint(span), "-d", d.String())
-	// It removes its namespaces at the end.
-	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
-	cmd.WaitDelay = 5 * time.Second
+	// It removes its namespaces at the end, and only then: it is not interrupted, not
+	// even from the terminal, but waited for.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	cmd.Cancel = func() error { return nil }
+	cmd.WaitDelay = baselineTime
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()

@@ -60,7 +60,9 @@ svg text { font: 12px system-ui, sans-serif; fill: var(--soft); } svg text.v { f
 <h1>RDMA Write through XDP</h1>
 <p class="note">{{when .At}}. Two hosts, {{.Planes}} planes of {{rate .RateBps}} behind an XDP switch, on one machine.
 One connection over {{.Paths}} paths, payload {{.Payload}} bytes a packet, UDP checksum {{onoff .Checksum}}, MTU {{.MTU}}.
-Beside it, in the same run, through the same switch and with the same faults, kernel TCP: one connection a plane, ECN on, no TSO.</p>
+Beside it, in the same run, through the same switch and with the same faults, kernel TCP: one connection a plane, ECN on, no TSO.
+The switch's queues are virtual: they mark and drop what exceeds the rate, but hold nothing back, so that packets are
+not delayed by them.</p>
 <p class="note"><span class="key" style="background:var(--ours)"></span>metaroce
 <span class="key" style="background:var(--tcp)"></span>TCP (no TSO)</p>
 
