@@ -115,9 +115,10 @@ func class(transport string) string {
 const (
 	plotWidth  = 720.0
 	plotHeight = 240.0
-	plotLeft   = 48.0
+	plotLeft   = 52.0
+	plotRight  = plotWidth - 20
 	plotBottom = 28.0
-	plotTop    = 16.0
+	plotTop    = 30.0
 )
 
 // plot is an SVG under construction. Only numbers and texts of this package go in.
@@ -161,12 +162,12 @@ func (p *plot) scale(top float64, unit string) float64 {
 			break
 		}
 	}
-	limit := math.Ceil(top/step) * step
+	limit := math.Ceil(top*1.02/step) * step
 	for v := 0.0; v <= limit*1.001; v += step {
-		p.line("axis", plotLeft, y(v/limit), plotWidth, y(v/limit))
+		p.line("axis", plotLeft, y(v/limit), plotRight, y(v/limit))
 		p.text(plotLeft-6, y(v/limit)+4, "", "end", fmt.Sprintf("%.4g", v))
 	}
-	p.text(2, plotTop-5, "", "start", unit)
+	p.text(2, 12, "", "start", unit)
 	return limit
 }
 
@@ -178,7 +179,7 @@ func groups(rows []Row, f func(r Row, x, w float64), label func(x float64, loss 
 			losses = append(losses, r.Loss)
 		}
 	}
-	group := (plotWidth - plotLeft) / float64(max(len(losses), 1))
+	group := (plotRight - plotLeft) / float64(max(len(losses), 1))
 	bar := group * 0.28
 	for i, loss := range losses {
 		left := plotLeft + group*float64(i)
@@ -212,6 +213,19 @@ func (p *plot) lossLabel(x, loss float64) {
 	p.text(x, plotHeight-8, "", "middle", percent(loss)+" loss")
 }
 
+// formatDecade writes a power of ten, in ns, with its unit.
+func formatDecade(ns float64) string {
+	for _, u := range []struct {
+		ns   float64
+		unit string
+	}{{1e9, "s"}, {1e6, "ms"}, {1e3, "µs"}} {
+		if ns >= u.ns {
+			return fmt.Sprintf("%g %s", ns/u.ns, u.unit)
+		}
+	}
+	return fmt.Sprintf("%g ns", ns)
+}
+
 func latencyPlot(s *Story) template.HTML {
 	p := newPlot("latency of 4 KiB in microseconds by loss, logarithmic")
 	least, most := math.Inf(1), 0.0
@@ -230,10 +244,9 @@ func latencyPlot(s *Story) template.HTML {
 	place := func(ns float64) float64 { return (math.Log10(max(ns, 1)) - low) / (high - low) }
 	for e := low; e <= high; e++ {
 		at := y((e - low) / (high - low))
-		p.line("axis", plotLeft, at, plotWidth, at)
-		p.text(plotLeft-6, at+4, "", "end", fmt.Sprintf("%g", math.Pow(10, e-3)))
+		p.line("axis", plotLeft, at, plotRight, at)
+		p.text(plotLeft-6, at+4, "", "end", formatDecade(math.Pow(10, e)))
 	}
-	p.text(2, plotTop-5, "", "start", "µs")
 	groups(s.Rows, func(r Row, x, w float64) {
 		if r.Latency.Iterations == 0 {
 			return
@@ -242,7 +255,7 @@ func latencyPlot(s *Story) template.HTML {
 		p.rect(class(r.Transport), x, p50, w, y(0)-p50)
 		p.line("l"+class(r.Transport), x+w/2, p50, x+w/2, p99)
 		p.line("l"+class(r.Transport), x+w/4, p99, x+3*w/4, p99)
-		p.text(x+w/2, p99-4, "v", "middle", formatUsec(r.Latency.P99Ns))
+		p.text(x+w/2, p99-4, "v", "middle", formatUsec(r.Latency.P99Ns)+" µs")
 	}, p.lossLabel)
 	return p.svg()
 }
@@ -250,7 +263,7 @@ func latencyPlot(s *Story) template.HTML {
 // sharesPlot stacks each plane's share of our rows.
 func sharesPlot(s *Story) template.HTML {
 	p := newPlot("share of each plane by loss")
-	limit := p.scale(100, "%")
+	limit := p.scale(98, "%") // 100 with the headroom
 	var ours []Row
 	for _, r := range s.Rows {
 		if r.Transport == Ours {
@@ -262,8 +275,8 @@ func sharesPlot(s *Story) template.HTML {
 		for plane, share := range r.Shares {
 			from, to := y(100*below/limit), y(100*(below+share)/limit)
 			fmt.Fprintf(p, `<rect class="ours" opacity="%.2f" x="%.1f" y="%.1f" width="%.1f" height="%.1f"/>`,
-				1-0.6*float64(plane)/float64(max(len(r.Shares), 1)), x, to, 2*w, from-to)
-			p.text(x+2*w+6, (from+to)/2+4, "v", "start", fmt.Sprintf("plane %d: %.1f %%", plane, 100*share))
+				0.6-0.45*float64(plane)/float64(max(len(r.Shares), 1)), x, to, 2*w, from-to)
+			p.text(x+w, (from+to)/2+4, "v", "middle", fmt.Sprintf("plane %d: %.1f %%", plane, 100*share))
 			below += share
 		}
 	}, p.lossLabel)
@@ -282,7 +295,7 @@ func pullPlot(pull Pull) template.HTML {
 	}
 	limit := p.scale(top, "Gbit/s")
 	x := func(t time.Duration) float64 {
-		return plotLeft + (plotWidth-plotLeft)*float64(min(t, total))/float64(total)
+		return plotLeft + (plotRight-plotLeft)*float64(min(t, total))/float64(total)
 	}
 	p.rect("down", x(pull.Down), plotTop, x(pull.Up)-x(pull.Down), y(0)-plotTop)
 	p.text((x(pull.Down)+x(pull.Up))/2, plotTop+12, "", "middle", "plane down")
