@@ -110,10 +110,15 @@ func wantNoProgram(t *testing.T, l *lab.Lab, index int) {
 }
 
 func TestWritesCompleteWhileEveryThreadOfTheReceiverIsStopped(t *testing.T) {
+	const retry, keepalive = 500 * time.Millisecond, 200 * time.Millisecond
 	size := uint64(pick(100<<20, 8<<20))
-	p := startNodes(t, newLab(t, lab.Config{Planes: 2}), nodeConfig{size: size})
+	cfg := nodeConfig{size: size, retry: pick(retry, 10*time.Second), keepalive: keepalive}
+	p := startNodes(t, newLab(t, lab.Config{Planes: 2}), cfg)
+	over := p.over()
 	p.n[1].stop()
 	p.n[0].must(opWrite, p.write(size, 1))
+	// A stopped program is alive, busy or idle.
+	time.Sleep(2*retry + keepalive)
 	states, err := threadStates(p.n[1].cmd.Process.Pid)
 	if err != nil {
 		t.Fatal(err)
@@ -123,6 +128,24 @@ func TestWritesCompleteWhileEveryThreadOfTheReceiverIsStopped(t *testing.T) {
 	}
 	p.n[1].cont()
 	p.wantEqualSums()
+	wantAlive(t, over)
+}
+
+// over asks both nodes to tell the end of their connections.
+func (p *nodes) over() [2]<-chan nodeMsg {
+	p.n[0].t.Helper()
+	return [2]<-chan nodeMsg{p.n[0].ask(nodeMsg{Op: opDone}), p.n[1].ask(nodeMsg{Op: opDone})}
+}
+
+func wantAlive(t *testing.T, over [2]<-chan nodeMsg) {
+	t.Helper()
+	for i, c := range over {
+		select {
+		case m := <-c:
+			t.Errorf("end %d of the connection ended with %q", i, m.Text)
+		default:
+		}
+	}
 }
 
 func TestTransferGoesOnAfterTheSenderWasStoppedForLongerThanTheRetryTime(t *testing.T) {
@@ -131,7 +154,7 @@ func TestTransferGoesOnAfterTheSenderWasStoppedForLongerThanTheRetryTime(t *test
 	const size = 8 << 20
 	// Slow enough that the transfer is under way when the sender stops.
 	p := startNodes(t, newLab(t, lab.Config{Planes: 2, Rate: 50e6}), nodeConfig{size: size, retry: retry})
-	over := [2]<-chan nodeMsg{p.n[0].ask(nodeMsg{Op: opDone}), p.n[1].ask(nodeMsg{Op: opDone})}
+	over := p.over()
 	written := p.write(size, 2)
 	select {
 	case m := <-written:
@@ -140,23 +163,11 @@ func TestTransferGoesOnAfterTheSenderWasStoppedForLongerThanTheRetryTime(t *test
 	}
 	p.n[0].stop()
 	time.Sleep(3 * retry)
-	for i, c := range over {
-		select {
-		case m := <-c:
-			t.Fatalf("end %d of the connection ended with %q", i, m.Text)
-		default:
-		}
-	}
+	wantAlive(t, over)
 	p.n[0].cont()
 	p.n[0].must(opWrite, written)
 	p.wantEqualSums()
-	for i, c := range over {
-		select {
-		case m := <-c:
-			t.Errorf("end %d of the connection ended with %q", i, m.Text)
-		default:
-		}
-	}
+	wantAlive(t, over)
 }
 
 func TestCloseTowardsAStoppedPeerEndsInTimeAndLosesNothing(t *testing.T) {
