@@ -107,6 +107,15 @@ func inNetns(t *testing.T) *netlink.Handle {
 	return nl
 }
 
+// notShort skips what asks nothing of the kernel that other tests do not ask too: each load takes an
+// emulated machine's verifier seconds.
+func notShort(t *testing.T) {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("short: loads programs, and the kernel makes no difference")
+	}
+}
+
 func addVeth(t *testing.T, nl *netlink.Handle, name, peer string) {
 	t.Helper()
 	a := netlink.NewLinkAttrs()
@@ -357,6 +366,7 @@ func TestCloseLeavesNothingAndMoreCallsDoNothing(t *testing.T) {
 }
 
 func TestLoadSizesMapsAndSetsConstants(t *testing.T) {
+	notShort(t)
 	inNetns(t)
 	o := mustLoad(t, Options{Interfaces: []string{planeA}, Port: 5000, MaxConns: 5, PathPool: 40, MaxRegions: 7})
 	for _, c := range []struct {
@@ -388,6 +398,7 @@ func TestLoadSizesMapsAndSetsConstants(t *testing.T) {
 }
 
 func TestLoadRefusesAnInterfaceThatThisProcessHas(t *testing.T) {
+	notShort(t)
 	inNetns(t)
 	o := mustLoad(t, Options{Interfaces: []string{planeA, planeB}})
 	for _, name := range []string{planeA, planeB} {
@@ -446,6 +457,7 @@ func TestLoadRemovesWhatAKilledProcessLeft(t *testing.T) {
 }
 
 func TestLoadRemovesPinsOfADeadProcessInAnotherNamespace(t *testing.T) {
+	notShort(t)
 	inNetns(t)
 	ns, err := netnsInode()
 	if err != nil {
@@ -653,6 +665,7 @@ func TestLoadMountsTheBPFFileSystemWhenItIsMissing(t *testing.T) {
 }
 
 func TestTwoDevicesOfTheSameInterfaceNameLiveInTwoNamespaces(t *testing.T) {
+	notShort(t)
 	inNetns(t)
 	a := mustLoad(t, Options{Interfaces: []string{planeA}})
 	t.Run("other namespace", func(t *testing.T) {
@@ -668,6 +681,7 @@ func TestTwoDevicesOfTheSameInterfaceNameLiveInTwoNamespaces(t *testing.T) {
 }
 
 func TestInterfaceNameWithADotGetsPins(t *testing.T) {
+	notShort(t)
 	nl := inNetns(t)
 	addVeth(t, nl, "mrt.7", "mrt7p")
 	o := mustLoad(t, Options{Interfaces: []string{"mrt.7"}})
@@ -751,6 +765,7 @@ func TestLoadGivesUpWaitingForAnotherLoadWhenItsContextEnds(t *testing.T) {
 }
 
 func TestFindListsDevicesAndWhetherTheirProcessLives(t *testing.T) {
+	notShort(t)
 	inNetns(t)
 	find := func() *Device {
 		devs, err := Find()

@@ -48,6 +48,15 @@ func TestOneDevicePair(t *testing.T) {
 	}
 }
 
+// notShort skips what asks nothing of the kernel that other tests do not ask too: each load takes an
+// emulated machine's verifier seconds.
+func notShort(t *testing.T) {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("short: loads programs, and the kernel makes no difference")
+	}
+}
+
 func wantStatus(t *testing.T, c *Conn, msn uint32, want core.Status) {
 	t.Helper()
 	if got := waitSend(t, c, msn); got != want {
@@ -223,6 +232,7 @@ func peerThatIsGoneIsARetryExceededErrorNamingIt(t *testing.T, e [2]*Engine) {
 }
 
 func TestConnectionNumbersAndKeysAreNewEachTimeTheirSlotIs(t *testing.T) {
+	notShort(t)
 	e := openPair(t, 1, Config{MaxConns: 2, MaxRegions: 2})[0]
 	qpns, keys := map[uint32]bool{}, map[uint32]bool{}
 	for range 6 {
@@ -249,6 +259,7 @@ func TestConnectionNumbersAndKeysAreNewEachTimeTheirSlotIs(t *testing.T) {
 }
 
 func TestFullTablesAreErrorsAndFreeOnesServeAgain(t *testing.T) {
+	notShort(t)
 	e := openPair(t, 1, Config{MaxConns: 2, MaxRegions: 2, PathPool: 8})
 	c := connect(t, e, 8)
 	spare, err := e[0].NewConn(testPD)
@@ -714,6 +725,7 @@ func idleConnectionCostsAlmostNoCPU(t *testing.T, e [2]*Engine) {
 }
 
 func TestOpenRefusesBadConfigurationNamingTheValue(t *testing.T) {
+	notShort(t)
 	hosts := newHosts(t, 1)
 	for _, c := range []struct {
 		cfg  Config
