@@ -93,15 +93,15 @@ func firstData(t *testing.T, fd int) []byte {
 
 func TestChecksumIsOnTheWireUnlessBothEndsGiveItUp(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 3})
-	for _, c := range fewer(2, []struct {
+	for _, c := range fewer(1, []struct {
 		off  [2]bool
 		ipv6 bool
 		want bool
 	}{
-		{off: [2]bool{true, true}, ipv6: true, want: false},
 		{off: [2]bool{false, true}, ipv6: true, want: true},
-		{off: [2]bool{true, true}, want: false},
 		{off: [2]bool{true, false}, want: true},
+		{off: [2]bool{true, true}, ipv6: true, want: false},
+		{off: [2]bool{true, true}, want: false},
 	}) {
 		t.Run(fmt.Sprintf("off %v, IPv6 %v", c.off, c.ipv6), func(t *testing.T) {
 			h := openHosts(t, l,

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"math/rand/v2"
 	"testing"
-	"time"
 
 	"github.com/metaroce/metaroce/fabric/lab"
 	"github.com/metaroce/metaroce/transport"
@@ -72,11 +71,8 @@ func wantHits(t *testing.T, l *lab.Lab, want ...uint64) {
 	}
 }
 
-func TestEveryByteArrivesOnceOverAFaultyNetwork(t *testing.T) {
-	l := newLab(t, lab.Config{Planes: 2, Spines: 2, Seed: 7})
-	// A burst is so many packets, however long they take: when both planes have one, it swallows
-	// the probes of seconds.
-	h := openPair(t, l, transport.Config{RetryTime: time.Minute})
+func everyByteArrivesOnceOverAFaultyNetwork(t *testing.T, h [2]*host) {
+	l := h[0].lab
 	lost := func(c lab.Counters) uint64 { return c.Lost }
 	corrupted := func(c lab.Counters) uint64 { return c.Corrupted }
 	duplicated := func(c lab.Counters) uint64 { return c.Duplicated }
@@ -126,9 +122,8 @@ func TestEveryByteArrivesOnceOverAFaultyNetwork(t *testing.T) {
 	}
 }
 
-func TestPacketsThatAScriptHitsAreMadeGood(t *testing.T) {
-	l := newLab(t, lab.Config{Planes: 2})
-	h := openPair(t, l, transport.Config{})
+func packetsThatAScriptHitsAreMadeGood(t *testing.T, h [2]*host) {
+	l := h[0].lab
 	for _, c := range []struct {
 		name, script string
 		sizes        []uint64
@@ -158,9 +153,8 @@ func TestPacketsThatAScriptHitsAreMadeGood(t *testing.T) {
 	}
 }
 
-func TestLostNAKIsRepeated(t *testing.T) {
-	l := newLab(t, lab.Config{Planes: 2})
-	h := openPair(t, l, transport.Config{})
+func lostNAKIsRepeated(t *testing.T, h [2]*host) {
+	l := h[0].lab
 	for _, c := range []struct{ name, script string }{
 		{"the first", "drop nak 1"},
 		{"the first five", "drop nak 1-5"},

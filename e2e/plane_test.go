@@ -25,10 +25,22 @@ func onPlane(c *transport.Conn, plane int) (paths []int) {
 	return paths
 }
 
-func TestPlaneThatGoesDownAndUpInMidTransferIsUsedAgain(t *testing.T) {
+// pullPlane takes a plane down, until the end of the test at the latest.
+func pullPlane(t *testing.T, l *lab.Lab, plane int) {
+	t.Helper()
+	if err := l.PlaneDown(plane); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := l.PlaneUp(plane); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+func planeThatGoesDownAndUpInMidTransferIsUsedAgain(t *testing.T, h [2]*host) {
 	const plane = 1
-	l := newLab(t, lab.Config{Planes: 4})
-	h := openPair(t, l, transport.Config{})
+	l := h[0].lab
 	c := connect(t, h[0], h[1])
 	traffic := keepBusy(t, bothWays(t, h, c, 1, mixed(1, pick[uint64](16<<20, 100<<10)))...)
 	paths := [2][]int{onPlane(c[0], plane), onPlane(c[1], plane)}
@@ -44,16 +56,7 @@ func TestPlaneThatGoesDownAndUpInMidTransferIsUsedAgain(t *testing.T) {
 		return true
 	}
 	for range pick(3, 1) {
-		acks := map[[2]int]uint32{}
-		for i := range h {
-			r := h[i].register(t, c[i])
-			for _, path := range paths[i] {
-				acks[[2]int{i, path}] = r.Tx[path].Acks
-			}
-		}
-		if err := l.PlaneDown(plane); err != nil {
-			t.Fatal(err)
-		}
+		pullPlane(t, l, plane)
 		traffic.waitFor(t, "paths given up", func() bool {
 			return all(func(p loader.TxPath) bool { return p.State == loader.PathSuspect })
 		})
@@ -85,12 +88,8 @@ func TestPlaneThatGoesDownAndUpInMidTransferIsUsedAgain(t *testing.T) {
 	traffic.stop(t)
 }
 
-func TestPlaneThatIsDownFromTheBeginningIsDoneWithout(t *testing.T) {
-	l := newLab(t, lab.Config{Planes: 2})
-	h := openPair(t, l, transport.Config{})
-	if err := l.PlaneDown(1); err != nil {
-		t.Fatal(err)
-	}
+func planeThatIsDownFromTheBeginningIsDoneWithout(t *testing.T, h [2]*host) {
+	pullPlane(t, h[0].lab, 1)
 	c := connect(t, h[0], h[1])
 	exchange(t, bothWays(t, h, c, 3, mixed(3, pick[uint64](4<<20, 100<<10)))...)
 }
@@ -102,19 +101,9 @@ func TestAllPlanesDownIsAnErrorAtTheRetryTimeThatNamesThePeer(t *testing.T) {
 	c := connect(t, h[0], h[1])
 	d := newDirection(t, h[0], h[1], c[0], c[1], 1, []uint64{1 << 20, 1 << 20, 1 << 20})
 	run(t, d) // so that something was heard
-	down := func(down bool) {
-		t.Helper()
-		for plane := range 2 {
-			set := l.PlaneUp
-			if down {
-				set = l.PlaneDown
-			}
-			if err := set(plane); err != nil {
-				t.Fatal(err)
-			}
-		}
+	for plane := range 2 {
+		pullPlane(t, l, plane)
 	}
-	down(true)
 	start := time.Now()
 	for i := range 2 {
 		if err := d.post(i); err != nil {
@@ -144,7 +133,11 @@ func TestAllPlanesDownIsAnErrorAtTheRetryTimeThatNamesThePeer(t *testing.T) {
 			t.Errorf("error %q does not contain %q", re, want)
 		}
 	}
-	down(false)
+	for plane := range 2 {
+		if err := l.PlaneUp(plane); err != nil {
+			t.Fatal(err)
+		}
+	}
 	// The message that ends the other side waits for TCP to try again.
 	select {
 	case <-c[1].Done():
@@ -168,7 +161,7 @@ func TestHundredsOfRepairsQueuedOverSeveralPathsAreAllSent(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			h := openPair(t, l, transport.Config{Paths: c.paths})
 			conn := connect(t, h[0], h[1])
-			d := newDirection(t, h[0], h[1], conn[0], conn[1], 1, mixed(1, pick[uint64](32<<20, 4<<20)))
+			d := newDirection(t, h[0], h[1], conn[0], conn[1], 1, mixed(1, pick[uint64](32<<20, 1<<20)))
 			traffic := keepBusy(t, d)
 			for range pick(3, 1) {
 				n := traffic.rounds()
