@@ -25,6 +25,8 @@ func newLabCommand() *cobra.Command {
 		Use:   "lab",
 		Short: "Networks on one machine: hosts, an XDP switch, planes and faults",
 		Args:  cobra.NoArgs,
+		// with it, an unknown subcommand is an error and not help with status 0
+		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	command.AddCommand(newLabUpCommand(), newLabStatusCommand(), newLabExecCommand(),
 		newLabFaultCommand(), newLabDownCommand())
