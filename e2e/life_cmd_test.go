@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -330,11 +331,15 @@ func TestWhatCannotBeSetUpIsRefusedInOneLineAndLeavesNothing(t *testing.T) {
 			if c.prepare != nil {
 				c.prepare(t)
 			}
-			before := fmt.Sprint(leftBehind(t, l, 0))
+			// There may be something: a program of the test's, or what a killed process left in
+			// an earlier namespace whose inode this one has.
+			before := leftBehind(t, l, 0)
 			argv := append([]string{bin}, c.args...)
 			start(t, l, 0, c.attr, argv...).wantRefusal(c.words...)
-			if after := fmt.Sprint(leftBehind(t, l, 0)); after != before {
-				t.Errorf("left behind: %s, before: %s", after, before)
+			for _, found := range leftBehind(t, l, 0) {
+				if !slices.Contains(before, found) {
+					t.Errorf("left behind: %s", found)
+				}
 			}
 		})
 	}

@@ -51,7 +51,7 @@ func threadStates(pid int) ([]byte, error) {
 }
 
 // leftBehind lists what a device has outside its process on a host: XDP programs on its
-// interfaces, parked interfaces, pins.
+// interfaces, parked interfaces, pins, state files.
 func leftBehind(t *testing.T, l *lab.Lab, index int) []string {
 	t.Helper()
 	ns, err := netns.GetFromPath(l.NetNS(index))
@@ -80,6 +80,17 @@ func leftBehind(t *testing.T, l *lab.Lab, index int) []string {
 	}
 	if d, ok := findDevice(t, l, index); ok {
 		found = append(found, "pins "+d.Name)
+	}
+	var st unix.Stat_t
+	if err := unix.Fstat(int(ns), &st); err != nil {
+		t.Fatal(err)
+	}
+	states, err := filepath.Glob(fmt.Sprintf("/run/metaroce/%d-*.json", st.Ino))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range states {
+		found = append(found, "state "+strings.TrimSuffix(filepath.Base(path), ".json"))
 	}
 	return found
 }
