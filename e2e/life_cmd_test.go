@@ -84,7 +84,7 @@ type command struct {
 	ended    chan struct{}
 }
 
-// start starts a program; it is killed at the end of the test if it still runs.
+// start starts a program, which ends with the test.
 func start(t *testing.T, l *lab.Lab, index int, attr *syscall.SysProcAttr, argv ...string) *command {
 	t.Helper()
 	c := &command{t: t, line: strings.Join(argv[1:], " "), cmd: exec.Command(argv[0], argv[1:]...), ended: make(chan struct{})}
@@ -96,7 +96,7 @@ func start(t *testing.T, l *lab.Lab, index int, attr *syscall.SysProcAttr, argv 
 		_ = c.cmd.Wait() // its state says it
 		close(c.ended)
 	}()
-	t.Cleanup(c.kill)
+	t.Cleanup(func() { end(c.cmd.Process, c.ended, unix.SIGTERM) })
 	return c
 }
 

@@ -98,11 +98,11 @@ type nodeMsg struct {
 
 // nodeServer is the program's side.
 type nodeServer struct {
-	dev      *transport.Device
 	mem      *transport.Memory
 	listener *transport.Listener
 
 	mu   sync.Mutex
+	dev  *transport.Device
 	conn *transport.Conn
 }
 
@@ -118,7 +118,13 @@ func nodeMain([]string) int {
 	for {
 		var m nodeMsg
 		if err := in.Decode(&m); err != nil {
-			return 0 // the test is over
+			// The test is over.
+			n.mu.Lock()
+			defer n.mu.Unlock()
+			if n.dev != nil {
+				_ = n.dev.Close()
+			}
+			return 0
 		}
 		go func() {
 			err := n.do(&m)
@@ -155,10 +161,16 @@ func (n *nodeServer) do(m *nodeMsg) (err error) {
 	defer cancel()
 	switch m.Op {
 	case opOpen:
-		n.dev, err = transport.Open(ctx, transport.Config{
+		dev, err := transport.Open(ctx, transport.Config{
 			Interfaces: m.Interfaces, RetryTime: m.RetryTime, Keepalive: m.Keepalive,
 			Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelWarn})),
 		})
+		if err != nil {
+			return err
+		}
+		n.mu.Lock()
+		n.dev = dev
+		n.mu.Unlock()
 	case opAlloc:
 		n.mem, err = n.dev.AllocMemory(m.Size, core.AllAccess)
 		if err != nil {
@@ -275,7 +287,7 @@ type node struct {
 	waiting map[int]chan nodeMsg
 }
 
-// startNode starts a node on a host of l. It is killed at the end of the test.
+// startNode starts a node on a host of l. It ends with the test.
 func startNode(t *testing.T, l *lab.Lab, index int) *node {
 	t.Helper()
 	n := &node{
@@ -303,10 +315,21 @@ func startNode(t *testing.T, l *lab.Lab, index int) *node {
 	}
 	go n.read(out)
 	t.Cleanup(func() {
-		_ = n.cmd.Process.Kill()
-		<-n.exited
+		_ = n.in.Close()
+		end(n.cmd.Process, n.exited, unix.SIGCONT)
 	})
 	return n
+}
+
+// end has a process end by a signal, so that it leaves nothing, or kills it after a while.
+func end(p *os.Process, exited <-chan struct{}, gently unix.Signal) {
+	_ = p.Signal(gently)
+	select {
+	case <-exited:
+	case <-time.After(20 * time.Second):
+		_ = p.Kill()
+		<-exited
+	}
 }
 
 // read hands the answers out, and after the end of the program empty ones to who still waits.
