@@ -3,16 +3,19 @@
 package e2e
 
 import (
+	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"net"
 	"testing"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"github.com/metaroce/metaroce/fabric/lab"
+	"github.com/metaroce/metaroce/loader"
 	"github.com/metaroce/metaroce/transport"
 	"github.com/metaroce/metaroce/wire"
 )
@@ -30,11 +33,13 @@ func plane0Of(t *testing.T, l *lab.Lab, index int) (link netlink.Link) {
 	return link
 }
 
-// divert makes host from believe that host to has the link address of host via, on plane 0.
-func divert(t *testing.T, l *lab.Lab, from, to, via int) {
+// divert makes from believe that host to has the link address of host via, on plane 0, and waits
+// until the paths of its connection c use it.
+func divert(t *testing.T, from *host, c *transport.Conn, to, via int) {
 	t.Helper()
-	out, mac := plane0Of(t, l, from).Attrs().Index, plane0Of(t, l, via).Attrs().HardwareAddr
-	err := l.Do(from, func() error {
+	l := from.lab
+	out, mac := plane0Of(t, l, from.index).Attrs().Index, plane0Of(t, l, via).Attrs().HardwareAddr
+	err := l.Do(from.index, func() error {
 		for _, ip := range []net.IP{l.Addr(to, 0).AsSlice(), l.Addr6(to, 0).AsSlice()} {
 			n := netlink.Neigh{LinkIndex: out, IP: ip, HardwareAddr: mac, State: netlink.NUD_PERMANENT}
 			if err := netlink.NeighSet(&n); err != nil {
@@ -46,6 +51,21 @@ func divert(t *testing.T, l *lab.Lab, from, to, via int) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	base := from.register(t, c).PathBase
+	waitFor(t, "the new link address in use", func() bool {
+		follows := true
+		from.state(t, func(s *loader.State) error {
+			for i := range c.Info().Paths {
+				p, err := s.Path(int(base) + i)
+				if err != nil {
+					return err
+				}
+				follows = follows && bytes.HasPrefix(p.Tmpl[:], mac)
+			}
+			return nil
+		})
+		return follows
+	})
 }
 
 // capture opens a socket that gets what arrives at a host on plane 0. The host must have no device:
@@ -73,7 +93,7 @@ func capture(t *testing.T, l *lab.Lab, index int) (fd int) {
 func firstData(t *testing.T, fd int) []byte {
 	t.Helper()
 	frame := make([]byte, 4096)
-	for {
+	for end := time.Now().Add(patience); time.Now().Before(end); {
 		n, err := unix.Read(fd, frame)
 		if errors.Is(err, unix.EINTR) {
 			continue
@@ -89,6 +109,8 @@ func firstData(t *testing.T, fd int) []byte {
 			return frame[:n]
 		}
 	}
+	t.Fatalf("no data packet within %v", patience)
+	return nil
 }
 
 func TestChecksumIsOnTheWireUnlessBothEndsGiveItUp(t *testing.T) {
@@ -115,12 +137,12 @@ func TestChecksumIsOnTheWireUnlessBothEndsGiveItUp(t *testing.T) {
 			}
 			d := newDirection(t, h[0], h[1], conn[0], conn[1], 1, []uint64{1000})
 			tap := capture(t, l, 2)
-			divert(t, l, 0, 1, 2)
+			divert(t, h[0], conn[0], 1, 2)
 			if err := d.post(0); err != nil {
 				t.Fatal(err)
 			}
 			frame := firstData(t, tap)
-			divert(t, l, 0, 1, 1)
+			divert(t, h[0], conn[0], 1, 1)
 			at, err := wire.Locate(frame, lab.DefaultPort)
 			if err != nil {
 				t.Fatal(err)
