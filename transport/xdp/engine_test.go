@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 
 	"github.com/metaroce/metaroce/loader"
@@ -451,6 +452,28 @@ func TestPumpSleepsAndWakesForEveryPost(t *testing.T) {
 	waitFor(t, "the pump asleep at the end", func() bool { return !e[0].pump.awake.Load() })
 	if n := e[0].PumpNaps() - before; n < rounds/10 {
 		t.Errorf("the pump slept %d times in %d rounds", n, rounds)
+	}
+}
+
+func TestPumpIsNeverTheFirstThread(t *testing.T) {
+	// Goroutines start on whatever thread is free; so many meet the first one sooner or later.
+	p := &pump{}
+	p.stop.Store(true)
+	ns, err := netns.Get()
+	if err != nil {
+		t.Skip(err)
+	}
+	defer ns.Close()
+	for range 1000 {
+		p.done = make(chan struct{})
+		p.tid.Store(0)
+		if err := p.start(ns); err != nil {
+			t.Skip(err)
+		}
+		<-p.done
+		if int(p.tid.Load()) == os.Getpid() {
+			t.Fatal("the pump ran on the process's first thread")
+		}
 	}
 }
 

@@ -164,24 +164,36 @@ func newPump(prog *ebpf.Program, wake *ebpf.Map, words *loader.Pump, payload, ba
 func (p *pump) start(ns netns.NsHandle) error {
 	ready := make(chan error)
 	p.started = true
-	go func() {
-		// Never unlocked: the thread has another namespace than the rest and ends with the goroutine.
-		runtime.LockOSThread()
-		defer close(p.done)
-		if err := netns.Set(ns); err != nil {
-			ready <- fmt.Errorf("pump: enter the device's network namespace: %w", err)
-			return
-		}
-		name := [16]byte{'m', 'r', '-', 'p', 'u', 'm', 'p'}
-		// Both are comforts: without them the thread has another name and sleeps 50 us longer.
-		_ = unix.Prctl(unix.PR_SET_NAME, uintptr(unsafe.Pointer(&name[0])), 0, 0, 0)
-		_ = unix.Prctl(unix.PR_SET_TIMERSLACK, 1, 0, 0, 0)
-		p.tid.Store(int32(unix.Gettid()))
-		p.awake.Store(true)
-		ready <- nil
-		p.run()
-	}()
+	go p.thread(ns, ready)
 	return <-ready
+}
+
+// thread is the pump's goroutine.
+func (p *pump) thread(ns netns.NsHandle, ready chan<- error) {
+	// Not unlocked: the thread has another namespace than the rest and ends with the goroutine.
+	runtime.LockOSThread()
+	if unix.Gettid() == unix.Getpid() {
+		// The process's first thread would not end but keep name and namespace. While this goroutine
+		// holds it, the next one gets another.
+		there := make(chan error)
+		go p.thread(ns, there)
+		ready <- <-there
+		runtime.UnlockOSThread()
+		return
+	}
+	defer close(p.done)
+	if err := netns.Set(ns); err != nil {
+		ready <- fmt.Errorf("pump: enter the device's network namespace: %w", err)
+		return
+	}
+	name := [16]byte{'m', 'r', '-', 'p', 'u', 'm', 'p'}
+	// Both are comforts: without them the thread has another name and sleeps 50 us longer.
+	_ = unix.Prctl(unix.PR_SET_NAME, uintptr(unsafe.Pointer(&name[0])), 0, 0, 0)
+	_ = unix.Prctl(unix.PR_SET_TIMERSLACK, 1, 0, 0, 0)
+	p.tid.Store(int32(unix.Gettid()))
+	p.awake.Store(true)
+	ready <- nil
+	p.run()
 }
 
 // run pumps until stop is set.
