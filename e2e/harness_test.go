@@ -126,18 +126,7 @@ type host struct {
 	dir   string // of the device's pins
 }
 
-// openHost opens a device on a host of l, on all planes unless cfg names interfaces. It is closed
-// at the end of the test.
-func openHost(t *testing.T, l *lab.Lab, index int, cfg transport.Config) *host {
-	t.Helper()
-	h := &host{lab: l, index: index}
-	if err := h.open(t, cfg); err != nil {
-		t.Fatal(err)
-	}
-	h.dir = pins(t, l, index)
-	return h
-}
-
+// open opens a device on all planes unless cfg names interfaces. It is closed at the end of the test.
 func (h *host) open(t *testing.T, cfg transport.Config) error {
 	if cfg.Interfaces == nil {
 		cfg.Interfaces = h.lab.Interfaces(h.index)
