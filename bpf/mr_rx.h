@@ -246,9 +246,11 @@ static __attribute__((noinline)) int mr_rx_write(struct xdp_md *ctx, struct mr_i
 		p->dups += verdict == MR_DUP && gen != MR_GEN_PREVIOUS;
 		p->sport = v->sport;
 	}
-	if (ack)
+	k.cum = c->rxs.cum;
+	if (ack) {
 		p->since = 0;
-	mr_ackinfo_fill(&k, c, p, path);
+		mr_ackinfo_fill(&k, c, p, path);
+	}
 	bpf_spin_unlock(&c->lock);
 
 	if (verdict == MR_NEW) {
