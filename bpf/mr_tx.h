@@ -359,6 +359,17 @@ static __always_inline int mr_tx_build(struct xdp_md *ctx, struct mr_conn *c, st
 	return udp_len;
 }
 
+/*
+ * The time of a packet. In a train the clock is read for every fourth one only: it costs
+ * 30 ns, and three packets take about 2 us, far below what pacing and round trips resolve.
+ */
+static __always_inline __u64 mr_tx_now(struct mr_pump *pump)
+{
+	if (!pump->now_ns || !(pump->sent & 3))
+		pump->now_ns = bpf_ktime_get_ns();
+	return pump->now_ns;
+}
+
 static __always_inline int mr_tx_conn(struct xdp_md *ctx, struct mr_pump *pump, __u32 slot,
 				      struct mr_counters *ctr, __u32 *out)
 {
@@ -375,7 +386,7 @@ static __always_inline int mr_tx_conn(struct xdp_md *ctx, struct mr_pump *pump, 
 
 	if (!c || !page || !reqs || MR_READ_ONCE(c->state) != MR_CONN_OPEN)
 		return MR_NOTHING;
-	now = bpf_ktime_get_ns();
+	now = mr_tx_now(pump);
 	tail = MR_READ_ONCE(page->sq_tail);
 
 	if (!MR_READ_ONCE(c->nak_syndrome) && !c->fault &&
@@ -495,6 +506,7 @@ static __always_inline int mr_tx_main(struct xdp_md *ctx)
 	entry = MR_READ_ONCE(pump->ring[head % MR_RING]);
 	if (head == MR_READ_ONCE(pump->tail) || !entry) {
 		pump->idle++;
+		pump->now_ns = 0;
 		return XDP_DROP;
 	}
 	slot = entry - 1;
@@ -525,8 +537,10 @@ static __always_inline int mr_tx_main(struct xdp_md *ctx)
 		if (shift == 2)
 			mr_ring_push(pump, slot);
 	}
-	if (done != MR_SENT)
+	if (done != MR_SENT) {
+		pump->now_ns = 0;
 		return XDP_DROP;
+	}
 	pump->sent++;
 	return bpf_redirect(out, 0);
 }

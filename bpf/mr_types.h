@@ -260,7 +260,8 @@ struct mr_pump {
 	__u32 head, burst;
 	__u64 sent, idle; /* runs of mr_tx that emitted a packet; that found the ring empty */
 	__u64 paced_ns;   /* when the paced connection met last may go on */
-	__u64 pad0[4];
+	__u64 now_ns;     /* the clock as read last, 0 after a pause: see mr_tx_now */
+	__u64 pad0[3];
 	/* producers */
 	__u32 tail, pad1[15];
 	/* the pump's thread sets, producers clear */

@@ -214,7 +214,8 @@ type metaroceMrPump struct {
 	Sent     uint64
 	Idle     uint64
 	PacedNs  uint64
-	Pad0     [4]uint64
+	NowNs    uint64
+	Pad0     [3]uint64
 	Tail     uint32
 	Pad1     [15]uint32
 	Sleeping uint32

@@ -232,9 +232,13 @@ func (p *pump) run() {
 	}
 }
 
-// repeat is the length of the next call: no longer than the pump may spin, unless much is sent.
+// repeat is the length of the next call: no longer than the pump may spin, unless much is sent. A
+// stream makes long ones worth it: each call begins with pages that the cache has not seen.
 func (p *pump) repeat() uint32 {
-	if p.tempo.batch > 1 {
+	switch {
+	case p.tempo.batch == p.tempo.max:
+		return 4 * pumpRepeat
+	case p.tempo.batch > 1:
 		return pumpRepeat
 	}
 	return uint32(min(max(p.spin/int64(idleRun), lookRepeat), pumpRepeat))
