@@ -262,7 +262,6 @@ static __attribute__((noinline)) int mr_ack_in(struct mr_in *in, struct mr_l4ack
 		stale = 1;
 	}
 	work = c->repairs || c->busy || c->msn_next != tail;
-	page->credit = c->credit;
 	page->nak_psn = c->nak_psn;
 	/* exchanges: in order behind what was stored before, and before arm_send is read */
 	if (nak)

@@ -43,10 +43,8 @@ static __always_inline __u32 mr_check_region(const struct mr_region *r, __u32 rk
 static __always_inline int mr_rx_enter(struct mr_rx_path *p, enum mr_gen gen, __u8 pgen, __u32 pseq,
 				       __u32 ce, int *ooo)
 {
-	if (gen == MR_GEN_PREVIOUS) {
-		p->prev_pkts++;
+	if (gen == MR_GEN_PREVIOUS)
 		return 0;
-	}
 	if (gen == MR_GEN_NEW)
 		mr_core_rx_newgen(p, pgen, pseq);
 	*ooo = mr_core_rx_pseq(p, pseq);

@@ -454,14 +454,12 @@ static __always_inline int mr_tx_conn(struct xdp_md *ctx, struct mr_pump *pump, 
 	}
 
 	r = &reqs->req[k.d.slot % MR_SQ_DEPTH];
-	if (k.job == MR_JOB_DATA) {
-		page->sq_head = c->msn_next;
-		if (!c->busy) { /* its last packet: now its completion can be told */
-			struct mr_scqe *e = &page->scq[k.d.slot % MR_SQ_DEPTH];
+	/* a request's last packet: now its completion can be told */
+	if (k.job == MR_JOB_DATA && !c->busy) {
+		struct mr_scqe *e = &page->scq[k.d.slot % MR_SQ_DEPTH];
 
-			e->last_psn = k.d.psn;
-			__sync_lock_test_and_set(&e->valid, MR_VALID(r->msn));
-		}
+		e->last_psn = k.d.psn;
+		__sync_lock_test_and_set(&e->valid, MR_VALID(r->msn));
 	}
 	/* what cannot be built is lost on the way: the path's order shows it */
 	udp_len = mr_tx_build(ctx, c, pp, r, &k, now);

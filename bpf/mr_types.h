@@ -28,7 +28,6 @@
 #define MR_SQ_DEPTH 128
 #define MR_RQ_DEPTH 128
 #define MR_BLOCK 65536 /* bytes a block of a memory region */
-#define MR_MAX_PAYLOAD 3072
 #define MR_ACK_EVERY 8 /* packets a path without an ACK, at most */
 
 enum mr_conn_state {
@@ -126,8 +125,7 @@ struct mr_rx_path {
 	__u8 gen, since; /* since: packets since the last ACK */
 	__u16 sport;     /* the peer's, as last seen */
 	__u32 ooo;       /* arrived out of the path's order */
-	__u32 prev_pkts; /* late packets of the previous generation */
-	__u32 pad;
+	__u32 pad[2];
 };
 
 /* The receiver's half of an ordered stream. Stream 0 is all there is in version 1. */
@@ -196,7 +194,6 @@ struct mr_reqs {
 
 /* Send queue entry, written by the application. */
 struct mr_wqe {
-	__u64 wr_id; /* the library's business */
 	__u64 laddr, raddr;
 	__u32 lkey, rkey, len, imm;
 	__u8 op, flags;
@@ -231,9 +228,7 @@ struct mr_qpage {
 	__u32 tx_cum, rx_cum;
 	__u32 nak_psn, nak_syndrome;
 	__u32 fault, fault_msn;
-	__u32 sq_head; /* requests copied out so far */
-	__u32 credit;
-	__u32 pad1[8];
+	__u32 pad1[10];
 	struct mr_wqe sq[MR_SQ_DEPTH];
 	struct mr_scqe scq[MR_SQ_DEPTH];
 	struct mr_rcqe rcq[MR_RQ_DEPTH];

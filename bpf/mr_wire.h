@@ -12,7 +12,6 @@
 
 #define MR_WIRE_VERSION 1
 #define MR_UDP_PORT 4791 /* default; configurable */
-#define MR_SPORT_MIN 49152
 
 /* BTH opcodes, from the manufacturer range (InfiniBand spec 1.7, 9.2.1). */
 enum mr_opcode {

@@ -239,9 +239,7 @@ type metaroceMrQpage struct {
 	NakSyndrome uint32
 	Fault       uint32
 	FaultMsn    uint32
-	SqHead      uint32
-	Credit      uint32
-	Pad1        [8]uint32
+	Pad1        [10]uint32
 	Sq          [128]metaroceMrWqe
 	Scq         [128]metaroceMrScqe
 	Rcq         [128]metaroceMrRcqe
@@ -287,18 +285,17 @@ type metaroceMrReqs struct {
 }
 
 type metaroceMrRxPath struct {
-	_        structs.HostLayout
-	Max      uint32
-	Pkts     uint32
-	Ce       uint32
-	Dups     uint32
-	Vec      [4]uint64
-	Gen      uint8
-	Since    uint8
-	Sport    uint16
-	Ooo      uint32
-	PrevPkts uint32
-	Pad      uint32
+	_     structs.HostLayout
+	Max   uint32
+	Pkts  uint32
+	Ce    uint32
+	Dups  uint32
+	Vec   [4]uint64
+	Gen   uint8
+	Since uint8
+	Sport uint16
+	Ooo   uint32
+	Pad   [2]uint32
 }
 
 type metaroceMrRxStream struct {
@@ -356,7 +353,6 @@ type metaroceMrTxPath struct {
 
 type metaroceMrWqe struct {
 	_      structs.HostLayout
-	WrId   uint64
 	Laddr  uint64
 	Raddr  uint64
 	Lkey   uint32

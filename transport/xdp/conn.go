@@ -287,7 +287,6 @@ func (c *Conn) PostSend(msn uint32, wr core.WorkRequest) {
 		return
 	}
 	e := &c.q.Sq[msn%core.SQDepth]
-	e.WrId = uint64(msn)
 	e.Laddr, e.Raddr = wr.LocalAddr, wr.RemoteAddr
 	e.Lkey, e.Rkey, e.Len, e.Imm = wr.LKey, wr.RKey, wr.Length, wr.Imm
 	e.Op, e.Flags, e.Stream = uint8(wr.Op), 0, 0
