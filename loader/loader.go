@@ -81,9 +81,9 @@ type Objects struct {
 }
 
 // Load loads the device's programs, attaches them in the calling thread's network namespace to
-// every interface of opts (to the parent of a VLAN interface), and pins the state maps under /sys/fs/bpf/metaroce. The caller need
-// not stay in that namespace. Links are not pinned: when this process dies, its kernel half goes
-// with it, and the next Load there removes the pins.
+// every interface of opts (to the parent of a VLAN interface), and pins the state maps under
+// /sys/fs/bpf/metaroce. The caller need not stay in that namespace. Links are not pinned: when
+// this process dies, its kernel half goes with it, and the next Load there removes the pins.
 //
 // Errors name the item, the value found and the value wanted. They wrap ErrInUse when another
 // metaroce process has an interface, ErrForeignProgram when some other XDP program has it,
@@ -197,7 +197,8 @@ func (o *Objects) Close() error {
 
 func (o *Objects) onClose(f func() error) { o.undo = append(o.undo, f) }
 
-// RunControl gives one command to mr_ctl and returns its answer: CtlOK, CtlNoConn or CtlBad.
+// RunControl gives one command to mr_ctl and returns its answer: CtlOK, CtlNoConn,
+// CtlBad or CtlLimit.
 func (o *Objects) RunControl(c Ctl) (uint32, error) {
 	for {
 		ret, err := o.Control.Run(&ebpf.RunOptions{Data: ctlBytes(&c), Repeat: 1})

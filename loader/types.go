@@ -44,7 +44,6 @@ type (
 const (
 	MaxConns   = len(Pump{}.Ready)
 	MaxPaths   = len(Conn{}.Tx)
-	PathRing   = len(Path{}.Desc)
 	SQDepth    = len(QPage{}.Sq)
 	RQDepth    = len(QPage{}.Rcq)
 	BlockBytes = 65536 // a block of a memory region: an entry of an inner map of mr_mem

@@ -30,7 +30,7 @@ func warnIfCannotSend(log *slog.Logger, itf Interface) {
 	name, index := itf.Lower()
 	features, err := xdpFeatures(index)
 	if err != nil {
-		log.Debug("cannot ask for XDP features", "interface", name, "err", err)
+		log.Debug("cannot ask for XDP features", "interface", name, "error", err)
 		return
 	}
 	if features&xdpFeatureNdoXmit == 0 {

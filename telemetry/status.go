@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"time"
 
+	"github.com/metaroce/metaroce/cc"
 	"github.com/metaroce/metaroce/loader"
 )
 
@@ -203,7 +204,7 @@ func newPath(d loader.Device, index int, p *loader.Path, tx *loader.TxPath, rx *
 	path := Path{
 		Index: index, Plane: -1, Ifindex: p.Ifindex, Local: address(p.Local), Peer: address(p.Peer),
 		SourcePort: tx.Sport, Generation: tx.Gen, State: pathState(tx.State),
-		Window: tx.Cwnd, InFlight: tx.Next - tx.Una, PaceNsPerKiB: tx.Pace, RateBps: rateBps(tx.Pace),
+		Window: tx.Cwnd, InFlight: tx.Next - tx.Una, PaceNsPerKiB: tx.Pace, RateBps: 8 * cc.RateBps(tx.Pace),
 		Tolerance: tx.Tolerance, SRTTNs: tx.SrttNs, MinRTTNs: tx.MinRttNs,
 		Marks: tx.Ce, Lost: tx.Lost, Sent: tx.Sent, SentBytes: tx.SentBytes, Retransmitted: tx.Retx,
 		Probes: tx.Probes, Acks: tx.Acks,
@@ -215,14 +216,6 @@ func newPath(d loader.Device, index int, p *loader.Path, tx *loader.TxPath, rx *
 		}
 	}
 	return path
-}
-
-// rateBps is the bits a second of a pace in ns a KiB.
-func rateBps(pace uint32) uint64 {
-	if pace == 0 {
-		return 0
-	}
-	return 1024 * 8 * uint64(time.Second) / uint64(pace)
 }
 
 // address reads four words that hold 16 bytes in network order.

@@ -335,7 +335,7 @@ func (c *Conn) finish(err error) {
 		}
 		_ = c.s.Close()
 		if err := c.ec.Close(); err != nil {
-			c.dev.log.Error("free connection", "qpn", c.params.Local.QPN, "err", err)
+			c.dev.log.Error("free connection", "qpn", c.params.Local.QPN, "error", err)
 		}
 		c.dev.mu.Lock()
 		delete(c.dev.conns, c)

@@ -127,7 +127,7 @@ func (c *Conn) hungUp(err error) {
 		c.mu.Lock()
 		c.hand.mute = true
 		c.mu.Unlock()
-		c.dev.log.Warn("set-up connection timed out, going on without it", "peer", c.s.peer, "err", err)
+		c.dev.log.Warn("set-up connection timed out, going on without it", "peer", c.s.peer, "error", err)
 	default:
 		c.finish(fmt.Errorf("set-up connection with %s: %w", c.s.peer, err))
 	}
@@ -186,7 +186,7 @@ func (c *Conn) unacknowledged() uint32 {
 func (c *Conn) tell(m setupMsg) {
 	_ = c.s.SetWriteDeadline(time.Now().Add(telling))
 	if err := c.s.write(m); err != nil {
-		c.dev.log.Debug("set-up connection", "err", err)
+		c.dev.log.Debug("set-up connection", "error", err)
 	}
 }
 

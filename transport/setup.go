@@ -345,7 +345,7 @@ func (l *Listener) run() {
 			case <-l.ctx.Done():
 				return
 			case <-time.After(100 * time.Millisecond): // out of descriptors, most likely
-				l.dev.log.Warn("accept", "addr", l.tcp.Addr().String(), "err", err)
+				l.dev.log.Warn("accept", "addr", l.tcp.Addr().String(), "error", err)
 			}
 			continue
 		}
@@ -369,7 +369,7 @@ func (l *Listener) greet(s *setupConn) {
 		g.in = &Incoming{dev: l.dev, s: s, hello: m}
 	case errors.Is(err, errHungUp) || ctx.Err() != nil:
 		// Connected and went away, as health checks do, or never said a word.
-		l.dev.log.Debug("set-up", "err", err)
+		l.dev.log.Debug("set-up", "error", err)
 		_ = s.Close()
 		return
 	default:

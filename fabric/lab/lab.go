@@ -552,9 +552,6 @@ func hostInterface(plane int) string { return "p" + strconv.Itoa(plane) }
 // NetNS returns the path of a host's network namespace.
 func (l *Lab) NetNS(host int) string { return netnsPath(l.namespace(host)) }
 
-// SwitchNetNS returns the path of the switch's network namespace.
-func (l *Lab) SwitchNetNS() string { return netnsPath(l.switchNamespace()) }
-
 // Interfaces returns a host's interfaces in the order of their planes; they have
 // the same names on every host.
 func (l *Lab) Interfaces(int) []string {

@@ -217,7 +217,7 @@ func TestLab_carriesTCPThroughAHostThatHasAnXDPProgram(t *testing.T) {
 func TestLab_directJoinsTwoHostsWithoutASwitch(t *testing.T) {
 	l := up(t, Config{Direct: true, Planes: 2, MTU: 3000})
 	transfer(t, l, l.Addr(1, 1), 1<<20)
-	if _, err := os.Stat(l.SwitchNetNS()); err == nil {
+	if _, err := os.Stat(netnsPath(l.switchNamespace())); err == nil {
 		t.Error("there is a switch")
 	}
 	if err := l.PlaneDown(0); !errors.Is(err, ErrDirect) {

@@ -4,7 +4,11 @@
 // machines: no sockets, no clock, no goroutines. Time is always an argument.
 package core
 
-import "net/netip"
+import (
+	"net/netip"
+
+	"github.com/metaroce/metaroce/wire"
+)
 
 // Access says who may do what with a memory region. Values are those of
 // ibv_access_flags where it has them.
@@ -16,14 +20,18 @@ const (
 	RemoteWrite Access = 2
 	RemoteRead  Access = 4
 	AllAccess          = LocalWrite | RemoteWrite | RemoteRead
-	MaxPaths           = 32
-	MaxPlanes          = 8
-	MaxPrivate         = 196       // bytes of private data at set-up, as rdma_cm gives
-	MaxRegion   uint64 = 1 << 30   // bytes a region
-	MaxMessage  uint64 = 1<<32 - 1 // bytes a message
-	SQDepth            = 128
-	RQDepth            = 128
-	MinSport           = 49152
+)
+
+// Bounds of version 1.
+const (
+	MaxPaths          = 32
+	MaxPlanes         = 8
+	MaxPrivate        = 196       // bytes of private data at set-up, as rdma_cm gives
+	MaxRegion  uint64 = 1 << 30   // bytes a region
+	MaxMessage uint64 = 1<<32 - 1 // bytes a message
+	SQDepth           = 128       // requests outstanding on a connection
+	RQDepth           = 128       // receives outstanding on a connection
+	MinSport          = wire.SportMin
 )
 
 // PlaneAddr is one end's address on one plane.

@@ -2,13 +2,10 @@
 
 package core
 
-// Syndromes of a refusal: the NAK codes of the AETH (InfiniBand spec 9.7.5.2.8).
-const (
-	SynNone            = 0
-	SynInvalidRequest  = 0x61
-	SynRemoteAccess    = 0x62
-	SynRemoteOperation = 0x63
-)
+import "github.com/metaroce/metaroce/wire"
+
+// SynNone is the syndrome of a connection of which nothing was refused, as the maps hold it.
+const SynNone = uint32(wire.SynNone)
 
 // StatusOfSyndrome tells how the request that a peer refused ends. A syndrome
 // that this version does not know ends it as a remote operation error.
@@ -16,9 +13,9 @@ func StatusOfSyndrome(syndrome uint32) Status {
 	switch syndrome {
 	case SynNone:
 		return StatusSuccess
-	case SynInvalidRequest:
+	case uint32(wire.SynInvalidRequest):
 		return StatusRemInvReq
-	case SynRemoteAccess:
+	case uint32(wire.SynRemoteAccess):
 		return StatusRemAccess
 	}
 	return StatusRemOp

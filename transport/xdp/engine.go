@@ -295,12 +295,6 @@ func (e *Engine) MaxPayload() int { return e.payload }
 // Objects are the loaded programs and maps, for telemetry. They live until Close.
 func (e *Engine) Objects() *loader.Objects { return e.reg }
 
-// PumpNaps is how often the pump has gone to sleep.
-func (e *Engine) PumpNaps() uint64 { return e.pump.naps.Load() }
-
-// PinPump moves the pump's thread to a CPU, where it stays.
-func (e *Engine) PinPump(cpu int) error { return e.pump.pin(cpu) }
-
 // nudge makes the control loop look at once.
 func (e *Engine) nudge() {
 	select {

@@ -444,13 +444,13 @@ func TestPumpSleepsAndWakesForEveryPost(t *testing.T) {
 	e := openPair(t, 1, Config{Spin: 1})
 	c := connect(t, e, 1)
 	from, to := alloc(t, e[0], 8), alloc(t, e[1], 8)
-	before := e[0].PumpNaps()
+	before := e[0].pump.naps.Load()
 	for msn := range uint32(rounds) {
 		c[0].PostSend(msn, write(from, to, 8))
 		wantStatus(t, c[0], msn, core.StatusSuccess)
 	}
 	waitFor(t, "the pump asleep at the end", func() bool { return !e[0].pump.awake.Load() })
-	if n := e[0].PumpNaps() - before; n < rounds/10 {
+	if n := e[0].pump.naps.Load() - before; n < rounds/10 {
 		t.Errorf("the pump slept %d times in %d rounds", n, rounds)
 	}
 }
@@ -477,6 +477,16 @@ func TestPumpIsNeverTheFirstThread(t *testing.T) {
 	}
 }
 
+// pin moves the pump's thread to a CPU.
+func (p *pump) pin(cpu int) error {
+	var set unix.CPUSet
+	set.Set(cpu)
+	if err := unix.SchedSetaffinity(int(p.tid.Load()), &set); err != nil {
+		return fmt.Errorf("pump: move to CPU %d: %w", cpu, err)
+	}
+	return nil
+}
+
 func TestTransferSurvivesAPumpThatMovesBetweenCPUs(t *testing.T) {
 	if runtime.NumCPU() < 2 {
 		t.Skip("needs 2 CPUs")
@@ -490,7 +500,7 @@ func TestTransferSurvivesAPumpThatMovesBetweenCPUs(t *testing.T) {
 	moved := make(chan error)
 	go func() {
 		for cpu := 0; !stop.Load(); cpu ^= 1 {
-			if err := e[0].PinPump(cpu); err != nil {
+			if err := e[0].pump.pin(cpu); err != nil {
 				moved <- err
 				return
 			}

@@ -308,16 +308,6 @@ func (p *pump) wake() {
 	}
 }
 
-// pin moves the pump's thread to a CPU.
-func (p *pump) pin(cpu int) error {
-	var set unix.CPUSet
-	set.Set(cpu)
-	if err := unix.SchedSetaffinity(int(p.tid.Load()), &set); err != nil {
-		return fmt.Errorf("pump: move to CPU %d: %w", cpu, err)
-	}
-	return nil
-}
-
 // close stops the thread, which takes one call of mr_tx, and frees what the pump holds.
 func (p *pump) close() error {
 	var err error
