@@ -35,18 +35,16 @@ var layers = map[string]layer{
 	"wire":           {stdOnly: true},
 	"cc":             {stdOnly: true},
 	"transport/core": {internal: []string{"wire", "cc"}, stdOnly: true},
-	"transport/soft": {internal: []string{"transport/core", "wire", "cc"}},
 	"transport/xdp":  {internal: []string{"transport/core", "wire", "cc", "loader"}},
-	"transport":      {internal: []string{"transport/core", "transport/soft", "transport/xdp", "wire", "cc", "loader"}},
+	"transport":      {internal: []string{"transport/core", "transport/xdp", "wire", "cc", "loader"}},
 	"loader":         {},
 	"bpf":            {internal: []string{"loader", "wire"}}, // tests only: the folder's programs are C
-	"fabric/lab":     {internal: []string{"loader", "wire"}},
-	"fabric/sim":     {internal: []string{"transport/core", "wire", "cc"}},
-	"telemetry":      {internal: []string{"loader", "transport", "transport/core"}},
+	"fabric/lab":     {internal: []string{"loader"}},
+	"telemetry":      {internal: []string{"loader", "cc"}},
 	"internal":       {},
-	"bench":          {internal: []string{"transport", "transport/core", "wire", "cc", "fabric/lab", "fabric/sim", "telemetry"}},
+	"bench":          {internal: []string{"transport", "transport/core", "wire", "cc", "fabric/lab", "telemetry"}},
 	"e2e":            {internal: []string{"transport", "transport/core", "transport/xdp", "wire", "cc", "loader", "fabric/lab", "telemetry"}},
-	"cmd":            {internal: []string{"transport", "transport/core", "transport/soft", "transport/xdp", "wire", "cc", "loader", "fabric/lab", "fabric/sim", "telemetry", "bench", "cmd"}},
+	"cmd":            {internal: []string{"transport", "transport/core", "transport/xdp", "wire", "cc", "loader", "fabric/lab", "telemetry", "bench", "cmd"}},
 }
 
 // layerOf returns the name of the layer that a folder belongs to: the longest that leads to it.
