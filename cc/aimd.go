@@ -2,7 +2,10 @@
 
 package cc
 
-import "time"
+import (
+	"cmp"
+	"time"
+)
 
 // AIMDConfig holds what can be tuned. The zero value of a field means its default.
 type AIMDConfig struct {
@@ -16,20 +19,13 @@ type AIMDConfig struct {
 }
 
 func (c *AIMDConfig) fill() {
-	setDefault(&c.InitialBps, 125_000_000)
-	setDefault(&c.MinBps, 1_000_000)
-	setDefault(&c.IncreaseBps, 8_000_000)
-	setDefault(&c.Gain, 1.0/8)
-	setDefault(&c.Period, 500*time.Microsecond)
-	setDefault(&c.HeavyLoss, 0.5)
-	setDefault(&c.HeavyMinPkts, 16)
-}
-
-func setDefault[T comparable](v *T, def T) {
-	var zero T
-	if *v == zero {
-		*v = def
-	}
+	c.InitialBps = cmp.Or(c.InitialBps, 125_000_000)
+	c.MinBps = cmp.Or(c.MinBps, 1_000_000)
+	c.IncreaseBps = cmp.Or(c.IncreaseBps, 8_000_000)
+	c.Gain = cmp.Or(c.Gain, 1.0/8)
+	c.Period = cmp.Or(c.Period, 500*time.Microsecond)
+	c.HeavyLoss = cmp.Or(c.HeavyLoss, 0.5)
+	c.HeavyMinPkts = cmp.Or(c.HeavyMinPkts, 16)
 }
 
 const (

@@ -3,14 +3,17 @@
 package transport
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
 	"github.com/metaroce/metaroce/transport/core"
+	"github.com/metaroce/metaroce/wire"
 )
 
 // Config says what Open makes. The zero value of every field but Interfaces
@@ -53,9 +56,7 @@ type Config struct {
 
 // Defaults of Config.
 const (
-	defaultPort       = 4791
 	defaultPaths      = 8
-	defaultDSCP       = 26
 	defaultSpin       = 200 * time.Microsecond
 	defaultRetryTime  = 2 * time.Second
 	defaultKeepalive  = 10 * time.Second
@@ -76,42 +77,25 @@ func (c Config) withDefaults() (Config, error) {
 			}
 		}
 	}
-	set := func(v *int, d int) {
-		if *v == 0 {
-			*v = d
-		}
-	}
-	set(&c.Paths, defaultPaths)
-	set(&c.MaxConns, defaultMaxConns)
-	set(&c.PathPool, defaultPathPool)
-	set(&c.MaxRegions, defaultMaxRegions)
-	if c.Port == 0 {
-		c.Port = defaultPort
-	}
+	c.Port = cmp.Or(c.Port, wire.UDPPort)
+	c.Paths = cmp.Or(c.Paths, defaultPaths)
 	if c.DSCP == nil {
-		d := uint8(defaultDSCP)
+		d := uint8(wire.DefaultDSCP)
 		c.DSCP = &d
 	}
-	switch {
-	case c.Spin == 0:
-		c.Spin = defaultSpin
-	case c.Spin < 0:
-		c.Spin = 1 // the engine takes 0 for its default
-	}
-	if c.RetryTime == 0 {
-		c.RetryTime = defaultRetryTime
-	}
-	if c.Keepalive == 0 {
-		c.Keepalive = defaultKeepalive
-	}
-	if c.Logger == nil {
-		c.Logger = slog.Default()
-	}
+	c.Spin = cmp.Or(c.Spin, defaultSpin)
+	c.Spin = max(c.Spin, 1) // negative is not at all, and the engine takes 0 for its default
+	c.RetryTime = cmp.Or(c.RetryTime, defaultRetryTime)
+	c.Keepalive = cmp.Or(c.Keepalive, defaultKeepalive)
+	c.MaxConns = cmp.Or(c.MaxConns, defaultMaxConns)
+	c.PathPool = cmp.Or(c.PathPool, defaultPathPool)
+	c.MaxRegions = cmp.Or(c.MaxRegions, defaultMaxRegions)
+	c.Logger = cmp.Or(c.Logger, slog.Default())
 	switch {
 	case c.Paths < 1 || c.Paths > core.MaxPaths:
 		return c, fmt.Errorf("paths %d, want 1 to %d", c.Paths, core.MaxPaths)
-	case c.Payload != 0 && c.Payload != 1024 && c.Payload != 2048 && c.Payload != 3072:
-		return c, fmt.Errorf("payload %d, want 1024, 2048, 3072, or 0 for the largest that fits", c.Payload)
+	case c.Payload != 0 && !slices.Contains(core.Payloads[:], c.Payload):
+		return c, fmt.Errorf("payload %d, want one of %v, or 0 for the largest that fits", c.Payload, core.Payloads)
 	case *c.DSCP > 63:
 		return c, fmt.Errorf("DSCP %d, want 0 to 63", *c.DSCP)
 	case c.RetryTime < 0:

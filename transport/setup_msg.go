@@ -10,6 +10,7 @@ import (
 	"io"
 	"math"
 	"net/netip"
+	"slices"
 	"strings"
 
 	"github.com/metaroce/metaroce/transport/core"
@@ -268,8 +269,8 @@ func checkEndpoint(e core.Endpoint) error {
 	switch {
 	case e.QPN == 0 || e.QPN > 0xffffff:
 		return fmt.Errorf("qpn %d, want 1 to %d", e.QPN, 0xffffff)
-	case e.Payload != 1024 && e.Payload != 2048 && e.Payload != 3072:
-		return fmt.Errorf("payload %d, want 1024, 2048 or 3072", e.Payload)
+	case !slices.Contains(core.Payloads[:], e.Payload):
+		return fmt.Errorf("payload %d, want one of %v", e.Payload, core.Payloads)
 	case e.Paths < 1 || e.Paths > core.MaxPaths:
 		return fmt.Errorf("paths %d, want 1 to %d", e.Paths, core.MaxPaths)
 	case len(e.Planes) < 1 || len(e.Planes) > core.MaxPlanes:

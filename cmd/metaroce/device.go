@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -17,6 +18,8 @@ import (
 	"github.com/vishvananda/netlink"
 
 	"github.com/metaroce/metaroce/transport"
+	"github.com/metaroce/metaroce/transport/core"
+	"github.com/metaroce/metaroce/wire"
 )
 
 // defaultSetupPort is the TCP port of connection set-up, perftest's.
@@ -37,7 +40,7 @@ func (f *deviceFlags) register(flags *pflag.FlagSet) {
 	flags.IntVar(&f.paths, "paths", 8, "paths of a connection, 1 to 32")
 	flags.IntVarP(&f.payload, "mtu", "m", 0, "bytes of payload a packet: 1024, 2048 or 3072 (default: the largest that fits)")
 	flags.StringVar(&f.checksum, "checksum", "on", "UDP checksums, on or off; off only if the peer says so too")
-	flags.Uint16Var(&f.udpPort, "udp-port", 4791, "UDP port of data, the same at both ends")
+	flags.Uint16Var(&f.udpPort, "udp-port", wire.UDPPort, "UDP port of data, the same at both ends")
 	flags.BoolVar(&f.generic, "generic", false, "allow XDP in generic mode, for drivers without native XDP (slow)")
 }
 
@@ -52,10 +55,10 @@ func (f *deviceFlags) config() (transport.Config, error) {
 		return c, fmt.Errorf("--checksum %q, want on or off", f.checksum)
 	}
 	switch {
-	case f.paths < 1 || f.paths > 32:
-		return c, fmt.Errorf("--paths %d, want 1 to 32", f.paths)
-	case f.payload != 0 && f.payload != 1024 && f.payload != 2048 && f.payload != 3072:
-		return c, fmt.Errorf("--mtu %d, want 1024, 2048 or 3072", f.payload)
+	case f.paths < 1 || f.paths > core.MaxPaths:
+		return c, fmt.Errorf("--paths %d, want 1 to %d", f.paths, core.MaxPaths)
+	case f.payload != 0 && !slices.Contains(core.Payloads[:], f.payload):
+		return c, fmt.Errorf("--mtu %d, want one of %v", f.payload, core.Payloads)
 	case f.udpPort == 0:
 		return c, errors.New("--udp-port 0, want 1 to 65535")
 	}

@@ -225,7 +225,7 @@ func TestCommandLinesThatMakeNoSenseAreRefused(t *testing.T) {
 		{[]string{"perf", "write-bw", "-s", "0"}, "size 0"},
 		{[]string{"perf", "write-bw", "-t", "129"}, "tx depth 129"},
 		{[]string{"perf", "write-bw", "-q", "65"}, "65 queue pairs"},
-		{[]string{"perf", "write-bw", "-m", "4096", "-d", "x"}, "--mtu 4096, want 1024, 2048 or 3072"},
+		{[]string{"perf", "write-bw", "-m", "4096", "-d", "x"}, "--mtu 4096, want one of [3072 2048 1024]"},
 		{[]string{"perf", "write-bw", "--paths", "33", "-d", "x"}, "--paths 33"},
 		{[]string{"perf", "write-bw", "--checksum", "maybe", "-d", "x"}, `--checksum "maybe"`},
 		{[]string{"perf", "write-bw", "-d", "p0,,p1"}, "empty name"},

@@ -6,6 +6,7 @@
 package lab
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -23,6 +24,8 @@ import (
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"github.com/metaroce/metaroce/loader"
 )
 
 // Bounds and defaults of a Config.
@@ -38,7 +41,7 @@ const (
 	MinMTU              = 1280 // IPv6
 	DefaultECN   uint64 = 64 << 10
 	DefaultQueue uint64 = 512 << 10
-	DefaultPort  uint16 = 4791
+	DefaultPort  uint16 = loader.DefaultPort
 )
 
 // ErrNotFound reports that there is no lab of a name.
@@ -66,22 +69,15 @@ type Config struct {
 }
 
 func (c Config) withDefaults() Config {
-	setDefault(&c.Hosts, 2)
-	setDefault(&c.Planes, 1)
-	setDefault(&c.Spines, 1)
-	setDefault(&c.ECN, DefaultECN)
-	setDefault(&c.Queue, DefaultQueue)
-	setDefault(&c.MTU, DefaultMTU)
-	setDefault(&c.Queues, 1)
-	setDefault(&c.Port, DefaultPort)
+	c.Hosts = cmp.Or(c.Hosts, 2)
+	c.Planes = cmp.Or(c.Planes, 1)
+	c.Spines = cmp.Or(c.Spines, 1)
+	c.ECN = cmp.Or(c.ECN, DefaultECN)
+	c.Queue = cmp.Or(c.Queue, DefaultQueue)
+	c.MTU = cmp.Or(c.MTU, DefaultMTU)
+	c.Queues = cmp.Or(c.Queues, 1)
+	c.Port = cmp.Or(c.Port, DefaultPort)
 	return c
-}
-
-func setDefault[T comparable](field *T, value T) {
-	var zero T
-	if *field == zero {
-		*field = value
-	}
 }
 
 func (c Config) validate() error {
