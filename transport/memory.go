@@ -13,12 +13,11 @@ import (
 // Memory is a region that requests read from and, given the right, that peers
 // write into. Methods may be called from any goroutine.
 type Memory struct {
-	dev    *Device
-	reg    region
-	size   uint64
-	addr   uint64
-	key    uint32
-	access core.Access
+	dev  *Device
+	reg  region
+	size uint64
+	addr uint64
+	key  uint32
 
 	refs atomic.Int64 // requests outstanding; negative once closed
 }
@@ -43,7 +42,7 @@ func (d *Device) AllocMemory(size uint64, access core.Access) (*Memory, error) {
 	if err != nil {
 		return nil, fmt.Errorf("memory of %d bytes: %w", size, err)
 	}
-	m := &Memory{dev: d, reg: reg, size: size, addr: reg.Addr(), key: reg.Key(), access: access}
+	m := &Memory{dev: d, reg: reg, size: size, addr: reg.Addr(), key: reg.Key()}
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.mems[m] = struct{}{}

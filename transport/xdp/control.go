@@ -3,7 +3,6 @@
 package xdp
 
 import (
-	"fmt"
 	"sync/atomic"
 	"time"
 
@@ -87,24 +86,6 @@ func (c *Conn) look(tail uint32) error {
 	}
 	fillSnapshot(&c.snap, w, tail, len(c.params.Paths))
 	return nil
-}
-
-// Snapshot is the connection's state in the kernel now, for status displays.
-func (c *Conn) Snapshot() (core.Snapshot, error) {
-	var (
-		s core.Snapshot
-		w loader.Conn
-	)
-	c.use.RLock()
-	defer c.use.RUnlock()
-	if c.q == nil {
-		return s, fmt.Errorf("connection %#x: closed", c.qpn)
-	}
-	if err := c.e.lookupConn(c.slot, &w); err != nil {
-		return s, err
-	}
-	fillSnapshot(&s, &w, atomic.LoadUint32(&c.q.SqTail), int(w.Npaths))
-	return s, nil
 }
 
 func fillSnapshot(s *core.Snapshot, w *loader.Conn, tail uint32, paths int) {

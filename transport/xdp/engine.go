@@ -292,9 +292,6 @@ func (e *Engine) Planes() []core.PlaneAddr {
 // MaxPayload is the largest payload that every plane's MTU takes, or the configured one, in bytes.
 func (e *Engine) MaxPayload() int { return e.payload }
 
-// Objects are the loaded programs and maps, for telemetry. They live until Close.
-func (e *Engine) Objects() *loader.Objects { return e.reg }
-
 // nudge makes the control loop look at once.
 func (e *Engine) nudge() {
 	select {

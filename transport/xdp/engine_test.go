@@ -137,12 +137,12 @@ func senderWithoutCreditGoesOnWhenAReceiveIsPostedLater(t *testing.T, e [2]*Engi
 	wr.Op = core.OpWriteImm
 	c[0].PostSend(0, wr)
 	waitFor(t, "sender stalled", func() bool {
-		s, err := c[0].Snapshot()
+		s, err := c[0].snapshot()
 		return err == nil && s.NoCredit
 	})
 	c[1].PostRecv(1)
 	wantStatus(t, c[0], 0, core.StatusSuccess)
-	s, err := c[0].Snapshot()
+	s, err := c[0].snapshot()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -477,6 +477,24 @@ func TestPumpIsNeverTheFirstThread(t *testing.T) {
 	}
 }
 
+// snapshot is the connection's state in the kernel now.
+func (c *Conn) snapshot() (core.Snapshot, error) {
+	var (
+		s core.Snapshot
+		w loader.Conn
+	)
+	c.use.RLock()
+	defer c.use.RUnlock()
+	if c.q == nil {
+		return s, fmt.Errorf("connection %#x: closed", c.qpn)
+	}
+	if err := c.e.lookupConn(c.slot, &w); err != nil {
+		return s, err
+	}
+	fillSnapshot(&s, &w, atomic.LoadUint32(&c.q.SqTail), int(w.Npaths))
+	return s, nil
+}
+
 // pin moves the pump's thread to a CPU.
 func (p *pump) pin(cpu int) error {
 	var set unix.CPUSet
@@ -522,7 +540,7 @@ func TestTransferSurvivesAPumpThatMovesBetweenCPUs(t *testing.T) {
 // states are the states of a connection's paths.
 func states(t *testing.T, c *Conn) []core.PathState {
 	t.Helper()
-	s, err := c.Snapshot()
+	s, err := c.snapshot()
 	if err != nil {
 		t.Fatal(err)
 	}
