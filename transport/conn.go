@@ -180,14 +180,14 @@ func (c *Conn) post(op core.Op, w WriteRequest, imm uint32) error {
 	m := w.Local
 	switch {
 	case w.Length > core.MaxMessage:
-		return fmt.Errorf("%s of %d bytes: %w, at most %d", opName(op), w.Length, ErrTooLong, core.MaxMessage)
+		return fmt.Errorf("%s of %d bytes: %w, at most %d", op, w.Length, ErrTooLong, core.MaxMessage)
 	case m == nil && w.Length > 0:
-		return fmt.Errorf("%s of %d bytes: no local memory", opName(op), w.Length)
+		return fmt.Errorf("%s of %d bytes: no local memory", op, w.Length)
 	case m == nil:
 	case m.dev != c.dev:
-		return fmt.Errorf("%s: local memory with key %#x is of another device", opName(op), m.key)
+		return fmt.Errorf("%s: local memory with key %#x is of another device", op, m.key)
 	case w.LocalOffset > m.size || w.Length > m.size-w.LocalOffset:
-		return fmt.Errorf("%s of %d bytes at %d: %w, which has %d", opName(op), w.Length, w.LocalOffset, ErrBounds, m.size)
+		return fmt.Errorf("%s of %d bytes at %d: %w, which has %d", op, w.Length, w.LocalOffset, ErrBounds, m.size)
 	default:
 		wr.LocalAddr, wr.LKey = m.addr+w.LocalOffset, m.key
 	}
@@ -202,7 +202,7 @@ func (c *Conn) post(op core.Op, w WriteRequest, imm uint32) error {
 	}
 	if m != nil {
 		if err := m.hold(); err != nil {
-			return fmt.Errorf("%s: %w", opName(op), err)
+			return fmt.Errorf("%s: %w", op, err)
 		}
 	}
 	q.slots[q.posted%core.SQDepth] = slot{wrID: w.WRID, op: op, mem: m, length: wr.Length}

@@ -12,8 +12,8 @@ import (
 	"github.com/metaroce/metaroce/transport/core"
 )
 
-// OpRecv is the Op of a completed receive (IBV_WC_RECV).
-const OpRecv core.Op = 128
+// OpRecv is the Op of a completed receive.
+const OpRecv = core.OpRecv
 
 // Completion says how a request ended. Each request that was posted has exactly
 // one, and those of a queue come in the order of posting.

@@ -91,7 +91,7 @@ type RequestError struct {
 }
 
 func (e *RequestError) Error() string {
-	s := fmt.Sprintf("request %d (%s): %v", e.WRID, opName(e.Op), e.Status)
+	s := fmt.Sprintf("request %d (%s): %v", e.WRID, e.Op, e.Status)
 	if e.Err != nil {
 		s += ": " + e.Err.Error()
 	}
@@ -100,15 +100,3 @@ func (e *RequestError) Error() string {
 
 // Unwrap gives Err.
 func (e *RequestError) Unwrap() error { return e.Err }
-
-func opName(op core.Op) string {
-	switch op {
-	case core.OpWrite:
-		return "write"
-	case core.OpWriteImm:
-		return "write with immediate"
-	case OpRecv:
-		return "receive"
-	}
-	return fmt.Sprintf("operation %d", uint8(op))
-}

@@ -442,7 +442,7 @@ func collect(t testing.TB, q *CQ, n int) []Completion {
 func summary(cs []Completion) []string {
 	out := make([]string, 0, len(cs))
 	for _, c := range cs {
-		out = append(out, fmt.Sprintf("%d %s: %v", c.WRID, opName(c.Op), c.Status))
+		out = append(out, fmt.Sprintf("%d %v: %v", c.WRID, c.Op, c.Status))
 	}
 	return out
 }

@@ -4,14 +4,28 @@ package core
 
 import "fmt"
 
-// Op is what a work request does. Values are those of enum mr_wr_op.
+// Op is what a work request does. Values of those that are sent are those of enum mr_wr_op.
 type Op uint8
 
 // Operations of version 1.
 const (
 	OpWrite    Op = 0
 	OpWriteImm Op = 1
+	OpRecv     Op = 128 // of completions alone (IBV_WC_RECV)
 )
+
+// String gives the operation's name in words.
+func (o Op) String() string {
+	switch o {
+	case OpWrite:
+		return "write"
+	case OpWriteImm:
+		return "write with immediate"
+	case OpRecv:
+		return "receive"
+	}
+	return fmt.Sprintf("operation %d", uint8(o))
+}
 
 // WorkRequest is one send queue entry.
 type WorkRequest struct {
