@@ -34,7 +34,6 @@ import (
 const (
 	DefaultSpin      = 200 * time.Microsecond
 	DefaultRetryTime = 2 * time.Second
-	DefaultBatch     = 32
 )
 
 // Config says what Open opens. Zero values take the defaults, but for DSCP.
@@ -52,20 +51,16 @@ type Config struct {
 	MaxConns    int           // connection slots, rounded up to a power of two
 	PathPool    int           // paths of all connections together
 	MaxRegions  int           // memory regions, one less than that
-	BatchSize   int           // live frames a batch at most, 1 to 128
 	Logger      *slog.Logger
 }
 
 func (c *Config) complete() error {
 	c.Spin = cmp.Or(c.Spin, DefaultSpin)
 	c.RetryTime = cmp.Or(c.RetryTime, DefaultRetryTime)
-	c.BatchSize = cmp.Or(c.BatchSize, DefaultBatch)
 	c.Logger = cmp.Or(c.Logger, slog.New(slog.DiscardHandler))
 	switch {
 	case c.DSCP < 0 || c.DSCP > 63:
 		return fmt.Errorf("DSCP is %d, want 0 to 63", c.DSCP)
-	case c.BatchSize < 1 || c.BatchSize > maxBatch:
-		return fmt.Errorf("batch size is %d, want 1 to %d frames", c.BatchSize, maxBatch)
 	case c.Spin < 0:
 		return fmt.Errorf("spin time is %v, want 0 or more", c.Spin)
 	case c.RetryTime < 0:
@@ -175,7 +170,7 @@ func Open(ctx context.Context, cfg Config) (_ *Engine, err error) {
 			return nil, err
 		}
 	}
-	if e.pump, err = newPump(e.reg.Tx, e.reg.Wake, e.pumpWords, e.payload, cfg.BatchSize, cfg.Spin, e.clk, e.log); err != nil {
+	if e.pump, err = newPump(e.reg.Tx, e.reg.Wake, e.pumpWords, e.payload, cfg.Spin, e.clk, e.log); err != nil {
 		return nil, err
 	}
 	e.bell = bell{words: e.pumpWords, wake: e.pump.wake}

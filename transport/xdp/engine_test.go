@@ -783,7 +783,6 @@ func TestOpenRefusesBadConfigurationNamingTheValue(t *testing.T) {
 		word string
 	}{
 		{Config{DSCP: 64}, "64"},
-		{Config{BatchSize: 1000}, "1000"},
 		{Config{Payload: 1500}, "1500"},
 		{Config{Interfaces: []string{"nosuch0"}}, "nosuch0"},
 		{Config{RetryTime: -1}, "retry time"},

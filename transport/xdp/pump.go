@@ -36,8 +36,8 @@ const (
 	// more before the pump sleeps although connections are ready.
 	lookRepeat = 64
 
-	// maxBatch is the kernel's TEST_XDP_MAX_BATCH; a veth ring holds 256 frames and drops beyond.
-	maxBatch = 128
+	// maxBatch is the most live frames a batch: a veth ring holds 256 frames and drops beyond.
+	maxBatch = 32
 
 	// minNap is the shortest wait worth a sleep: timers are no more exact, and waking costs as much.
 	minNap = 100 * time.Microsecond
@@ -127,13 +127,13 @@ type pump struct {
 }
 
 // newPump prepares a pump; start runs it.
-func newPump(prog *ebpf.Program, wake *ebpf.Map, words *loader.Pump, payload, batch int, spin time.Duration, clk clock, log *slog.Logger) (_ *pump, err error) {
+func newPump(prog *ebpf.Program, wake *ebpf.Map, words *loader.Pump, payload int, spin time.Duration, clk clock, log *slog.Logger) (_ *pump, err error) {
 	size := frameOverhead + payload
 	if size > maxTemplate {
 		return nil, fmt.Errorf("pump: payload of %d bytes makes a frame of %d, want at most %d", payload, size, maxTemplate)
 	}
 	p := &pump{
-		prog: prog, words: words, frame: make([]byte, size), tempo: tempo{1, uint32(batch)},
+		prog: prog, words: words, frame: make([]byte, size), tempo: tempo{1, maxBatch},
 		spin: int64(spin), clk: clk, log: log, wakeFD: wake.FD(), bell: -1, epoll: -1, done: make(chan struct{}),
 		woken: func() {}, failed: func(error) {},
 	}
