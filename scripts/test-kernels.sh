@@ -77,13 +77,24 @@ if [[ ! -e $overlay/src/tests ]]; then
 fi
 echo "-test.timeout=$KERNEL_TEST_TIMEOUT -test.run=$KERNEL_TEST_RUN" >"$overlay/src/options"
 
-failed=()
+# All machines at once: an emulated one takes one processor of this machine (scripts/vm.sh says why).
+failed=() pids=()
 for kernel in "${kernels[@]}"; do
-	start=$SECONDS status=0
 	echo "test-kernels: $kernel: starting"
-	scripts/vm.sh "$kernel" "$overlay" scripts/kernel-tests.sh || status=$?
-	echo "test-kernels: $kernel: status $status after $((SECONDS - start)) s"
-	if ((status)); then failed+=("$kernel (status $status)"); fi
+	(
+		start=$SECONDS status=0
+		scripts/vm.sh "$kernel" "$overlay" scripts/kernel-tests.sh || status=$?
+		echo "test-kernels: $kernel: status $status after $((SECONDS - start)) s"
+		exit "$status"
+	) >"$work/$kernel.log" 2>&1 &
+	pids+=($!)
+done
+trap 'kill "${pids[@]}" 2>/dev/null || true; wait; rm -rf "$work"' EXIT
+for i in "${!kernels[@]}"; do
+	status=0
+	wait "${pids[i]}" || status=$?
+	cat "$work/${kernels[i]}.log"
+	if ((status)); then failed+=("${kernels[i]} (status $status)"); fi
 done
 if ((${#failed[@]})); then
 	echo "test-kernels: failed on ${failed[*]}" >&2
