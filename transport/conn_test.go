@@ -297,8 +297,8 @@ func TestMemoryStaysWhileRequestsUseIt(t *testing.T) {
 	src, dst := alloc(t, x.da, 8), alloc(t, x.db, 8)
 	write(t, x.a, 0, src, dst, 8)
 	write(t, x.a, 1, src, dst, 8)
-	if err := src.Close(); !errors.Is(err, ErrInUse) || !strings.Contains(err.Error(), "2 outstanding") {
-		t.Errorf("Close with 2 requests: %v, want ErrInUse that counts them", err)
+	if err := src.Close(); !errors.Is(err, ErrMemoryInUse) || !strings.Contains(err.Error(), "2 outstanding") {
+		t.Errorf("Close with 2 requests: %v, want ErrMemoryInUse that counts them", err)
 	}
 	collect(t, x.a.SendCQ(), 2)
 	if err := src.Close(); err != nil {

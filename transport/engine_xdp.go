@@ -14,7 +14,7 @@ import (
 // Open attaches the programs to the interfaces of cfg and makes a device of
 // them, in the calling thread's network namespace. It needs root. Its errors name
 // the interface or the setting, what was found and what is wanted; they wrap
-// package loader's ErrInUse, ErrForeignProgram, ErrUnsupported and ErrPermission.
+// ErrInterfaceInUse, ErrForeignProgram, ErrUnsupported and ErrPermission.
 func Open(ctx context.Context, cfg Config) (*Device, error) {
 	cfg, err := cfg.withDefaults()
 	if err != nil {

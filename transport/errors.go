@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 
+	"github.com/metaroce/metaroce/loader"
 	"github.com/metaroce/metaroce/transport/core"
 )
 
@@ -28,8 +29,16 @@ var (
 	ErrTooLong = errors.New("message too long")
 	// ErrBounds says that a request reaches outside its local memory.
 	ErrBounds = errors.New("outside the memory region")
-	// ErrInUse says that memory cannot be closed yet.
-	ErrInUse = errors.New("memory in use")
+	// ErrMemoryInUse says that memory cannot be closed yet.
+	ErrMemoryInUse = errors.New("memory in use")
+	// ErrInterfaceInUse says that another metaroce process has the interface; the text has its pid.
+	ErrInterfaceInUse = loader.ErrInUse
+	// ErrForeignProgram says that somebody else's XDP program is attached there.
+	ErrForeignProgram = loader.ErrForeignProgram
+	// ErrUnsupported says that the kernel or a driver lacks something.
+	ErrUnsupported = loader.ErrUnsupported
+	// ErrPermission says which capability is missing.
+	ErrPermission = loader.ErrPermission
 	// ErrNotMetaroce says that what answered at the set-up port is something else.
 	ErrNotMetaroce = errors.New("not a metaroce peer")
 )

@@ -80,14 +80,14 @@ func (m *Memory) unhold() { m.refs.Add(-1) }
 // Close gives the memory back. Its key is invalid from then on: a peer that
 // still writes gets a remote access error. While requests of this end use the
 // memory, that is until their completions have been polled or their connection is
-// over, Close returns ErrInUse and does nothing. A second Close returns nil.
+// over, Close returns ErrMemoryInUse and does nothing. A second Close returns nil.
 func (m *Memory) Close() error {
 	if !m.refs.CompareAndSwap(0, memClosed) {
 		n := m.refs.Load()
 		if n < 0 {
 			return nil
 		}
-		return fmt.Errorf("memory with key %#x: %w by %d outstanding requests", m.key, ErrInUse, n)
+		return fmt.Errorf("memory with key %#x: %w by %d outstanding requests", m.key, ErrMemoryInUse, n)
 	}
 	if m.dev.begin() != nil {
 		return nil // the device's Close releases it
