@@ -238,23 +238,25 @@ const (
 // direct measures on bare veth pairs: ours, the ceiling and TCP, interleaved.
 func (t *meter) direct(ctx context.Context) error {
 	direct := lab.Config{Direct: true}
-	// At most three labs are up at once; idle ones cost nothing.
+	// At most four labs are up at once; idle ones cost nothing.
 	return t.withRig(ctx, "d3072", direct, transport.Config{Payload: 3072}, mib16, func(big *Rig) error {
 		return t.withRig(ctx, "d1024", direct, transport.Config{Payload: 1024}, mib1, func(small *Rig) error {
-			return t.withLab(ctx, "twin", direct, func(twin *lab.Lab) error {
-				for pair := range t.Pairs {
-					t.say("direct, pair %d of %d", pair+1, t.Pairs)
-					if err := t.directPair(ctx, big, small, twin); err != nil {
-						return err
+			return t.withRig(ctx, "dnosum", direct, transport.Config{Payload: 3072, ChecksumOff: true}, mib1, func(bare *Rig) error {
+				return t.withLab(ctx, "twin", direct, func(twin *lab.Lab) error {
+					for pair := range t.Pairs {
+						t.say("direct, pair %d of %d", pair+1, t.Pairs)
+						if err := t.directPair(ctx, big, small, bare, twin); err != nil {
+							return err
+						}
 					}
-				}
-				return nil
+					return nil
+				})
 			})
 		})
 	})
 }
 
-func (t *meter) directPair(ctx context.Context, big, small *Rig, twin *lab.Lab) error {
+func (t *meter) directPair(ctx context.Context, big, small, bare *Rig, twin *lab.Lab) error {
 	idle, err := idleShare(500 * time.Millisecond)
 	if err != nil {
 		return err
@@ -274,6 +276,11 @@ func (t *meter) directPair(ctx context.Context, big, small *Rig, twin *lab.Lab) 
 	if err := t.ceiling(ctx, 3072, mib1); err != nil {
 		return err
 	}
+	rate, err := t.rate(ctx, bare, mib1)
+	if err != nil {
+		return err
+	}
+	t.m.add("write-bw 1 MiB, payload 3072, checksum off, bit/s", rate)
 	if err := t.tcp(ctx, twin, idle); err != nil {
 		return err
 	}
