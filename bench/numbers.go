@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"os/exec"
 	"runtime"
+	"runtime/debug"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -159,6 +160,7 @@ func Measure(ctx context.Context, c NumbersConfig) (*Numbers, error) {
 		{"one veth pair", t.direct},
 		{"switch without a limit", t.throughSwitch},
 		{"limited planes", t.limited},
+		{"idle connection", t.idleConnection},
 	} {
 		if err := part.f(ctx); err != nil {
 			return nil, fmt.Errorf("%s: %w", part.name, err)
@@ -396,8 +398,18 @@ func (t *meter) throughSwitch(ctx context.Context) error {
 					t.m.add(run.name, rate)
 				}
 			}
-			return t.idle(ctx, direct)
+			return nil
 		})
+	})
+}
+
+// idleConnection watches one connection, with no other device in this process.
+func (t *meter) idleConnection(ctx context.Context) error {
+	return t.withRig(ctx, "idle", lab.Config{Direct: true}, transport.Config{}, mib1, func(r *Rig) error {
+		if _, err := t.rate(ctx, r, mib1); err != nil {
+			return err
+		}
+		return t.idle(ctx, r)
 	})
 }
 
@@ -412,7 +424,11 @@ func (t *meter) idle(ctx context.Context, r *Rig) error {
 	if err := r.Conn.Err(); err != nil {
 		return err
 	}
-	runtime.GC() // what earlier parts left is not the connection's
+	// what earlier parts left is not the connection's
+	debug.FreeOSMemory()
+	if err := sleep(ctx, time.Second); err != nil {
+		return err
+	}
 	before, err := ownCPU()
 	if err != nil {
 		return err

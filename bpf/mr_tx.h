@@ -228,9 +228,13 @@ static __always_inline int mr_tx_commit(struct mr_conn *c, struct mr_path *pp, s
 	if (choice->idle)
 		p->idle_pseq = k->pseq;
 	pp->desc[k->pseq & 255] = k->d;
-	/* repairs ask; so does the packet that closes the window */
-	if (job == MR_JOB_REPAIR || mr_core_inflight(p) >= p->cwnd ||
-	    mr_core_inflight(p) >= MR_PATH_WINDOW || !mr_before(c->psn_next, c->psn_limit))
+	/*
+	 * Repairs ask; so does the packet that closes a window; so does the last one of a
+	 * message, which is acknowledged at once anyway: no probe need follow it.
+	 */
+	if (job == MR_JOB_REPAIR || (job == MR_JOB_DATA && !c->busy) ||
+	    mr_core_inflight(p) >= p->cwnd || mr_core_inflight(p) >= MR_PATH_WINDOW ||
+	    !mr_before(c->psn_next, c->psn_limit))
 		k->ask = 1;
 	if (k->ask)
 		c->unasked &= ~(1u << path);
