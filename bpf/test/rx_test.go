@@ -325,6 +325,21 @@ func TestRxLateDuplicateOfADeregisteredRegionIsNoRefusal(t *testing.T) {
 	}
 }
 
+func TestRxCorruptionOfAnyByteIsDropped(t *testing.T) {
+	w := newWorld(t)
+	good := w.frame(w.write(0, func(p *wire.Packet) { p.BTH.AckReq = true }))
+	for at := wire.EthernetLen + wire.IPv4Len + wire.UDPLen; at < len(good); at++ {
+		b := bytes.Clone(good)
+		b[at] = ^b[at]
+		if ret, _ := w.rx(b); ret != xdpDrop && (ret != xdpPass || b[wire.EthernetLen+wire.IPv4Len+wire.UDPLen] >= 0xC0) {
+			t.Fatalf("byte %d turned over: mr_rx returned %d, want XDP_DROP", at, ret)
+		}
+	}
+	if !bytes.Equal(w.mem, make([]byte, len(w.mem))) {
+		t.Error("a corrupted packet reached memory")
+	}
+}
+
 func TestRxCorruptionOfAnyBitIsDropped(t *testing.T) {
 	w := newWorld(t)
 	good := w.frame(w.write(0, func(p *wire.Packet) { p.BTH.AckReq = true }))
