@@ -29,7 +29,6 @@ func TestConstants_agreeWithTheCHeader(t *testing.T) {
 	for name, got := range map[string]uint64{
 		"MR_WIRE_VERSION":         wire.Version,
 		"MR_UDP_PORT":             wire.UDPPort,
-		"MR_SPORT_MIN":            wire.SportMin,
 		"MR_PSN24":                wire.PSNMask24,
 		"MR_PKEY_DEFAULT":         wire.DefaultPKey,
 		"MR_OP_FIRST":             uint64(wire.OpFirst),
