@@ -41,7 +41,6 @@ func TestOneDevicePair(t *testing.T) {
 		{"RegionIsGoneFromTheKernelAfterClose", regionIsGoneFromTheKernelAfterClose},
 		{"FirstReasonOfAFailureCounts", firstReasonOfAFailureCounts},
 		{"NeighbourThatDoesNotAnswerIsNamedWithItsState", neighbourThatDoesNotAnswerIsNamedWithItsState},
-		{"IdleConnectionCostsAlmostNoCPU", idleConnectionCostsAlmostNoCPU},
 		{"PeerThatIsGoneIsARetryExceededErrorNamingIt", peerThatIsGoneIsARetryExceededErrorNamingIt},
 		{"CloseWithDataUnderWayEndsBothSides", closeWithDataUnderWayEndsBothSides},
 	} {
@@ -750,29 +749,6 @@ func TestPermanentNeighbourIsLeftAsItIs(t *testing.T) {
 	i := slices.IndexFunc(list, func(n netlink.Neigh) bool { return n.IP.Equal(peer) })
 	if i < 0 || list[i].State != netlink.NUD_PERMANENT {
 		t.Errorf("neighbours after the connection %+v, want %v as permanent as before", list, peer)
-	}
-}
-
-func idleConnectionCostsAlmostNoCPU(t *testing.T, e [2]*Engine) {
-	c := connect(t, e, 8)
-	from, to := alloc(t, e[0], 100), alloc(t, e[1], 100)
-	c[0].PostSend(0, write(from, to, 100))
-	wantStatus(t, c[0], 0, core.StatusSuccess)
-	waitFor(t, "both pumps asleep", func() bool { return !e[0].pump.awake.Load() && !e[1].pump.awake.Load() })
-	used := func() time.Duration {
-		var r unix.Rusage
-		if err := unix.Getrusage(unix.RUSAGE_SELF, &r); err != nil {
-			t.Fatal(err)
-		}
-		return time.Duration(r.Utime.Nano() + r.Stime.Nano())
-	}
-	time.Sleep(100 * time.Millisecond) // what was under way ends
-	before := used()
-	const idle = 2 * time.Second
-	time.Sleep(idle)
-	// The budget is 10 ms in 10 s for each of the two ends; the rest is the Go runtime's.
-	if spent, most := used()-before, 4*idle/1000; spent > most {
-		t.Errorf("two idle ends used %v of CPU in %v, want at most %v", spent, idle, most)
 	}
 }
 
