@@ -8,6 +8,7 @@ struct mr_in {
 	struct mr_view v;
 	__u32 slot, path;
 	struct mr_conn *c;
+	struct mr_path *pp;
 	struct mr_counters *ctr;
 };
 
@@ -178,6 +179,7 @@ static __attribute__((noinline)) int mr_ack_in(struct mr_in *in, struct mr_l4ack
 	__u32 slot = in->slot, path = in->path, udp_len = in->v.udp_len;
 	struct mr_counters *ctr = in->ctr;
 	struct mr_conn *c = in->c;
+	struct mr_path *pp = in->pp;
 	__u32 max, cum, x, lost = 0, marks = 0;
 	struct mr_qpage *page = mr_qpage(slot);
 	__u8 gen = f->ack.gen;
@@ -195,7 +197,7 @@ static __attribute__((noinline)) int mr_ack_in(struct mr_in *in, struct mr_l4ack
 		ctr->drop_stream++;
 		return XDP_DROP;
 	}
-	if (!page)
+	if (!page || !pp)
 		return XDP_DROP;
 	max = bpf_ntohl(f->ack.pseq_max);
 	cum = bpf_ntohl(f->ack.psn_cum);
@@ -208,8 +210,11 @@ static __attribute__((noinline)) int mr_ack_in(struct mr_in *in, struct mr_l4ack
 
 	p = &c->tx[path & (MR_MAX_PATHS - 1)];
 	bpf_spin_lock(&c->lock);
-	if (mr_before(c->psn_next, cum) || (gen == p->gen && !mr_before(max, p->next)) ||
-	    mr_core_gen(p->gen, gen) == MR_GEN_NEW) {
+	if (mr_before(c->psn_next, cum) ||
+	    (gen == p->gen && (!mr_before(max, p->next) || mr_before(max, p->first - 1))) ||
+	    (__s8)(gen - p->gen) > 0 ||
+	    (__s32)(bpf_ntohl(f->ack.psn_limit) - cum) > MR_LIMIT_AHEAD ||
+	    (__s32)(bpf_ntohl(f->ack.credit) - c->ordinal) > MR_CREDIT_AHEAD) {
 		bad = 1;
 		goto unlock;
 	}
@@ -236,6 +241,12 @@ static __attribute__((noinline)) int mr_ack_in(struct mr_in *in, struct mr_l4ack
 		p->acked_gen = gen;
 		p->last_ack_ns = now;
 		p->acks++;
+		/* news of a full-size packet: what is older than the suspicion proves nothing */
+		if (p->state != MR_PATH_ACTIVE && !mr_before(max, p->una) && (f->ack.vec[0] & 1) &&
+		    mr_core_is_proof(pp->desc[max & 255].len, c->cut))
+			p->proofs++;
+		if (mr_before(p->heard, max))
+			p->heard = max;
 		lost = mr_core_tx_ack(p, max, f->ack.vec, f->ack.flags & MR_AF_PROBE);
 		if (lost)
 			c->repairs |= 1u << (path & (MR_MAX_PATHS - 1));

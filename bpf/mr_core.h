@@ -112,6 +112,7 @@ enum mr_verdict {
 	MR_BUSY,    /* another CPU is placing it */
 	MR_OVER,    /* beyond the limit */
 	MR_REFUSED, /* NAK */
+	MR_CLOSED,  /* the connection is over */
 };
 
 static __always_inline enum mr_verdict mr_core_seen(const struct mr_rx_stream *s, __u32 psn)
@@ -200,6 +201,8 @@ static __always_inline enum mr_gen mr_core_gen(__u8 have, __u8 got)
 
 	if (d == 0)
 		return MR_GEN_CURRENT;
+	if (d > MR_GEN_AHEAD)
+		return MR_GEN_STALE; /* no sender goes so far ahead */
 	if (d > 0)
 		return MR_GEN_NEW;
 	return d == -1 ? MR_GEN_PREVIOUS : MR_GEN_STALE;
@@ -217,6 +220,12 @@ static __always_inline void mr_core_rx_newgen(struct mr_rx_path *p, __u8 gen, __
 	p->ce = 0;
 	p->dups = 0;
 	p->since = 0;
+}
+
+/* Nobody who hears answers gets so far ahead: what says so does not enter its path. */
+static __always_inline int mr_core_rx_ahead(const struct mr_rx_path *p, __u32 pseq)
+{
+	return (__s32)(pseq - p->max) > MR_PSEQ_AHEAD;
 }
 
 /* Enters pseq into the vector. Returns 1 if it was not the next one. */
@@ -269,10 +278,10 @@ static __always_inline enum mr_open mr_core_tx_open(const struct mr_tx_path *p, 
 	return now < p->next_ns ? MR_PACED : MR_OPEN;
 }
 
-/* Everything sent and unresolved is lost: queued as repairs. Returns how many. */
+/* Everything sent and unresolved is lost: data is queued as repairs. Returns how many. */
 static __always_inline __u32 mr_core_tx_all_lost(struct mr_tx_path *p)
 {
-	__u32 n = p->next - p->una, i;
+	__u32 n = p->next - p->una, data = 0, i;
 	__u64 set[4];
 
 	if (n > 256)
@@ -280,10 +289,12 @@ static __always_inline __u32 mr_core_tx_all_lost(struct mr_tx_path *p)
 	for (i = 0; i < 4; i++)
 		set[i] = mr_low(n, i);
 	mr_rol256(set, p->una & 255);
-	for (i = 0; i < 4; i++)
-		p->repair[i] |= set[i];
+	for (i = 0; i < 4; i++) {
+		p->repair[i] |= set[i] & ~p->probed[i];
+		data += mr_popcount(set[i] & ~p->probed[i]);
+	}
 	p->una = p->next;
-	return n;
+	return data;
 }
 
 /*
@@ -319,7 +330,7 @@ static __always_inline __u32 mr_core_tx_ack(struct mr_tx_path *p, __u32 max, con
 		 * it is bit pseq % 256 */
 		mr_rol256(set, (max + 1) & 255);
 		for (i = 0; i < 4; i++)
-			p->repair[i] |= set[i];
+			p->repair[i] |= set[i] & ~p->probed[i];
 	}
 	if (!late)
 		p->una = max + 1;
@@ -328,16 +339,23 @@ static __always_inline __u32 mr_core_tx_ack(struct mr_tx_path *p, __u32 max, con
 	return lost;
 }
 
-/* What an ACK shows arrived needs no repair any more: a timeout was hasty. */
+/*
+ * What an ACK shows arrived needs no repair any more: a timeout was hasty. Bits of pseqs from
+ * before the generation's first have no meaning.
+ */
 static __always_inline void mr_core_tx_late(struct mr_tx_path *p, __u32 max, const __u64 vec[4])
 {
-	__u32 after = p->next - 1 - max, i; /* their descriptors have replaced as many */
+	__u32 after = p->next - 1 - max, n, i; /* their descriptors have replaced as many */
+	__u32 gen = max - p->first + 1;
 	__u64 set[4];
 
-	if (after >= 256)
+	if (after >= 256 || (__s32)gen <= 0)
 		return;
+	n = 256 - after;
+	if (n > gen)
+		n = gen;
 	for (i = 0; i < 4; i++) {
-		set[3 - i] = mr_reverse(vec[i] & mr_low(256 - after, i));
+		set[3 - i] = mr_reverse(vec[i] & mr_low(n, i));
 		asm volatile("" ::: "memory");
 	}
 	mr_rol256(set, (max + 1) & 255);
@@ -371,6 +389,28 @@ static __always_inline __u32 mr_core_first_repair(const struct mr_tx_path *p)
 	else
 		i = 192 + mr_ctz(set[3]);
 	return (from + i) & 255;
+}
+
+/* Slot idx of the descriptor ring holds a probe, or data: probes are never repaired. */
+static __always_inline void mr_core_mark_probe(struct mr_tx_path *p, __u32 idx, int probe)
+{
+	__u64 bit = 1ull << (idx & 63);
+
+	if (probe)
+		p->probed[idx / 64 & 3] |= bit;
+	else
+		p->probed[idx / 64 & 3] &= ~bit;
+}
+
+/*
+ * Does the arrival of this transmission prove that the path carries the longest packets, cut
+ * bytes of payload each? Short ones prove nothing: they pass where an MTU is too small.
+ */
+static __always_inline int mr_core_is_proof(__u16 len, __u32 cut)
+{
+	if (len >= MR_DESC_FULL)
+		return len == MR_DESC_FULL;
+	return (len & ~MR_DESC_AGAIN) >= cut;
 }
 
 static __always_inline int mr_core_next_is_repair(const struct mr_tx_path *p)

@@ -20,7 +20,7 @@ static __always_inline int mr_ctl_main(struct xdp_md *ctx)
 {
 	struct mr_ctl *cmd = (void *)(long)ctx->data;
 	struct mr_counters *ctr = mr_counters();
-	__u32 op, slot, path, value, cwnd, pace, tolerance, lost = 0, ready = 0;
+	__u32 op, slot, path, value, full, cwnd, pace, tolerance, lost = 0, ready = 0;
 	int result = MR_CTL_OK;
 	struct mr_tx_path *p;
 	struct mr_conn *c;
@@ -31,6 +31,7 @@ static __always_inline int mr_ctl_main(struct xdp_md *ctx)
 	slot = cmd->slot;
 	path = cmd->path;
 	value = cmd->value;
+	full = cmd->full;
 	cwnd = cmd->cwnd;
 	pace = cmd->pace;
 	tolerance = cmd->tolerance;
@@ -58,21 +59,28 @@ static __always_inline int mr_ctl_main(struct xdp_md *ctx)
 		break;
 	case MR_CTL_PROBE:
 		c->probe |= value;
+		c->probe_full |= full;
+		c->held &= ~(value | full);
 		ready = 1;
 		break;
 	case MR_CTL_SUSPECT:
 		p->state = value;
+		c->exile &= ~(1u << path);
 		if (value == MR_PATH_ACTIVE) {
 			c->active |= 1u << path;
 		} else {
 			c->active &= ~(1u << path);
 			mr_ctl_rescue(c, p, path, &lost);
+			if (!c->active) { /* nobody takes repairs over: they are the probes */
+				c->probe |= c->held;
+				c->held = 0;
+			}
 		}
 		ready = 1;
 		break;
 	case MR_CTL_REROLL:
 		/* never so far ahead of what the peer has heard that it takes new for old */
-		if ((__u8)(p->gen - p->acked_gen) >= 64) {
+		if ((__u8)(p->gen - p->acked_gen) >= MR_GEN_AHEAD) {
 			result = MR_CTL_LIMIT;
 		} else {
 			p->gen++;
@@ -80,6 +88,8 @@ static __always_inline int mr_ctl_main(struct xdp_md *ctx)
 			p->peer_pkts = 0;
 			p->peer_ce = 0;
 			p->peer_dups = 0;
+			p->first = p->next;
+			p->heard = p->next - 1;
 		}
 		/* in any case: the slots that unanswered probes have taken are free again */
 		mr_ctl_rescue(c, p, path, &lost);
@@ -91,6 +101,13 @@ static __always_inline int mr_ctl_main(struct xdp_md *ctx)
 		ready = 1;
 		break;
 	case MR_CTL_KICK:
+		ready = 1;
+		break;
+	case MR_CTL_CUT:
+		if (c->msn_next || !value || value > c->payload)
+			result = MR_CTL_LIMIT;
+		else
+			c->cut = value;
 		ready = 1;
 		break;
 	default:

@@ -82,6 +82,17 @@ struct {
 	__type(value, struct mr_counters);
 } mr_counter SEC(".maps");
 
+/* Zeros, the padding of full-size probes: frames come with what others left in their pages. */
+struct mr_zero {
+	__u8 b[4096];
+};
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct mr_zero);
+} mr_zero SEC(".maps");
+
 /* Wakes the pump; what it carries does not matter. */
 struct {
 	__uint(type, BPF_MAP_TYPE_RINGBUF);

@@ -41,12 +41,16 @@ static __always_inline __u32 mr_check_region(const struct mr_region *r, __u32 rk
 
 /* The path half of an arrival, under the lock. Returns 1 if an ACK is due at once. */
 static __always_inline int mr_rx_enter(struct mr_rx_path *p, enum mr_gen gen, __u8 pgen, __u32 pseq,
-				       __u32 ce, int *ooo)
+				       __u32 ce, int *ooo, int *ahead)
 {
 	if (gen == MR_GEN_PREVIOUS)
 		return 0;
 	if (gen == MR_GEN_NEW)
 		mr_core_rx_newgen(p, pgen, pseq);
+	if (mr_core_rx_ahead(p, pseq)) {
+		*ahead = 1;
+		return 1; /* the ACK tells the sender where its path stands */
+	}
 	*ooo = mr_core_rx_pseq(p, pseq);
 	p->ooo += *ooo;
 	p->pkts++;
@@ -78,12 +82,16 @@ static __attribute__((noinline)) int mr_rx_probe(struct xdp_md *ctx, struct mr_i
 	struct mr_ackinfo k = {};
 	__u32 pseq = bpf_ntohl(f->dh.pseq);
 	__u8 pgen = f->dh.gen;
+	int ooo = 0, ahead = 0;
 	enum mr_gen gen;
-	int ooo = 0;
 
-	if (f->dh.ver_ext != MR_VER_EXT(MR_EXT_PROBE) || (f->dh.flags & ~MR_F_MORE) ||
-	    v->udp_len != sizeof(*f)) {
+	if (f->dh.ver_ext != MR_VER_EXT(MR_EXT_PROBE) || (f->dh.flags & ~MR_F_MORE)) {
 		ctr->drop_header++;
+		return XDP_DROP;
+	}
+	/* padded to the longest data packet, or less: what is behind the header is not looked at */
+	if (v->udp_len > sizeof(struct mr_l4imm) + c->payload) {
+		ctr->drop_payload++;
 		return XDP_DROP;
 	}
 	if (f->dh.stream) {
@@ -98,7 +106,7 @@ static __attribute__((noinline)) int mr_rx_probe(struct xdp_md *ctx, struct mr_i
 	bpf_spin_lock(&c->lock);
 	gen = mr_core_gen(p->gen, pgen);
 	if (gen != MR_GEN_STALE) {
-		mr_rx_enter(p, gen, pgen, pseq, v->ce, &ooo);
+		mr_rx_enter(p, gen, pgen, pseq, v->ce, &ooo, &ahead);
 		p->since = 0;
 		p->sport = v->sport;
 	}
@@ -110,6 +118,7 @@ static __attribute__((noinline)) int mr_rx_probe(struct xdp_md *ctx, struct mr_i
 	}
 	ctr->rcvd_probes++;
 	ctr->out_of_sequence += ooo;
+	ctr->pseq_ahead += ahead;
 	ctr->np_ecn_marked_roce_packets += v->ce;
 	k.peer_qpn = c->peer_qpn;
 	k.token = c->tx_token;
@@ -133,7 +142,7 @@ static __attribute__((noinline)) int mr_rx_write(struct xdp_md *ctx, struct mr_i
 	struct mr_ackinfo k = {};
 	struct mr_region *region;
 	enum mr_verdict verdict;
-	int ack, ooo = 0;
+	int ack, ooo = 0, ahead = 0;
 	__u64 addr, *why = 0;
 	enum mr_gen gen;
 	__u8 pgen;
@@ -196,8 +205,18 @@ static __attribute__((noinline)) int mr_rx_write(struct xdp_md *ctx, struct mr_i
 	}
 
 	bpf_spin_lock(&c->lock);
-	verdict = syndrome ? mr_core_refuse(&c->rxs, psn, syndrome) : mr_core_claim(&c->rxs, psn);
+	/* once more, and under the lock: nothing lands after the connection is over */
+	if (c->state != MR_CONN_OPEN)
+		verdict = MR_CLOSED;
+	else if (syndrome)
+		verdict = mr_core_refuse(&c->rxs, psn, syndrome);
+	else
+		verdict = mr_core_claim(&c->rxs, psn);
 	bpf_spin_unlock(&c->lock);
+	if (verdict == MR_CLOSED) {
+		ctr->drop_closed++;
+		return XDP_DROP;
+	}
 	if (verdict == MR_OVER) {
 		ctr->drop_window++;
 		return XDP_DROP;
@@ -240,8 +259,8 @@ static __attribute__((noinline)) int mr_rx_write(struct xdp_md *ctx, struct mr_i
 	}
 	ack = verdict != MR_NEW || (flags & MR_F_LAST) || ask;
 	if (verdict != MR_REFUSED && gen != MR_GEN_STALE) {
-		ack |= mr_rx_enter(p, gen, pgen, pseq, v->ce, &ooo);
-		p->dups += verdict == MR_DUP && gen != MR_GEN_PREVIOUS;
+		ack |= mr_rx_enter(p, gen, pgen, pseq, v->ce, &ooo, &ahead);
+		p->dups += verdict == MR_DUP && gen != MR_GEN_PREVIOUS && !ahead;
 		p->sport = v->sport;
 	}
 	k.cum = c->rxs.cum;
@@ -267,6 +286,7 @@ static __attribute__((noinline)) int mr_rx_write(struct xdp_md *ctx, struct mr_i
 		ctr->duplicate_request++;
 	}
 	ctr->out_of_sequence += ooo;
+	ctr->pseq_ahead += ahead;
 	ctr->np_ecn_marked_roce_packets += v->ce;
 	if (gen == MR_GEN_PREVIOUS)
 		ctr->prev_generation++;
@@ -375,6 +395,7 @@ static __always_inline int mr_rx_main(struct xdp_md *ctx)
 	in.slot = slot;
 	in.path = path;
 	in.c = c;
+	in.pp = pp;
 	in.ctr = ctr;
 	if (opcode == MR_OP_ACK) {
 		struct mr_l4ack *a = (void *)f;

@@ -73,9 +73,19 @@ static __always_inline __u32 mr_tx_load(struct mr_req *r, struct mr_qpage *page,
 }
 
 struct mr_choice {
-	__u32 job, path, source, idle;
+	__u32 job, path, source;
+	__u32 idle, full; /* a probe: mr_tx's own; padded to the longest frame */
 	__u64 paced_ns;
 };
+
+/*
+ * Paths whose next repair was lost there twice: another is to take it. None if no other can, or
+ * they would wait for each other.
+ */
+static __always_inline __u32 mr_tx_exiles(__u32 active, __u32 exile)
+{
+	return active & ~exile ? active & exile : 0;
+}
 
 /*
  * The next path in turn that may send something that waits: its own repairs,
@@ -87,7 +97,9 @@ static __always_inline int mr_tx_pick(struct mr_conn *c, __u64 now, int data,
 				      struct mr_choice *choice)
 {
 	__u32 n = c->npaths, first = c->rr, repairs = MR_READ_ONCE(c->repairs), i;
-	__u32 orphans = repairs & ~MR_READ_ONCE(c->active);
+	__u32 active = MR_READ_ONCE(c->active);
+	__u32 exiles = mr_tx_exiles(active, MR_READ_ONCE(c->exile) & repairs);
+	__u32 orphans = repairs & (~active | exiles);
 
 	choice->paced_ns = 0;
 	for (i = 0; i < MR_MAX_PATHS; i++) {
@@ -100,6 +112,8 @@ static __always_inline int mr_tx_pick(struct mr_conn *c, __u64 now, int data,
 		if (path >= n)
 			path -= n;
 		path &= MR_MAX_PATHS - 1;
+		if (exiles >> path & 1)
+			continue; /* its next slot may be taken by that very repair */
 		own = repairs >> path & 1;
 		repair = own || orphans;
 		if (!repair && !data)
@@ -125,26 +139,42 @@ struct mr_packet {
 	__u8 gen, job, path;
 };
 
+/* A suspect path has at most so much unanswered; then it counts as lost, and makes room. */
+#define MR_SUSPECT_WINDOW 64
+
+/* No probe is due on this path any more. */
+static __always_inline void mr_tx_unask(struct mr_conn *c, __u32 path)
+{
+	c->probe &= ~(1u << path);
+	c->probe_full &= ~(1u << path);
+	c->unasked &= ~(1u << path);
+}
+
 static __always_inline int mr_tx_commit(struct mr_conn *c, struct mr_path *pp, struct mr_path *sp,
 					struct mr_choice *choice, const struct mr_req *fresh,
 					__u64 now, __u32 tail, struct mr_packet *k)
 {
 	__u32 path = choice->path & (MR_MAX_PATHS - 1),
 	      source = choice->source & (MR_MAX_PATHS - 1);
-	__u32 job = choice->job, frame, idx, left;
+	__u32 job = choice->job, frame, idx, left, again, needed;
 	struct mr_tx_path *p = &c->tx[path], *s;
 
 	if (c->state != MR_CONN_OPEN)
 		return MR_NOTHING;
-	if (p->state != MR_PATH_ACTIVE &&
-	    (choice->job != MR_JOB_PROBE || choice->idle || mr_core_next_is_repair(p))) {
-		/*
-		 * Control took the path away meanwhile. Nor does a probe there carry data: the
-		 * others take the repair over first, and control asks again.
-		 */
-		c->probe &= ~(1u << path);
-		c->unasked &= ~(1u << path);
-		return MR_AGAIN;
+	if (p->state != MR_PATH_ACTIVE) {
+		if (choice->job != MR_JOB_PROBE || choice->idle || p->state == MR_PATH_DOWN) {
+			mr_tx_unask(c, path); /* control took the path away meanwhile */
+			return MR_AGAIN;
+		}
+		if (mr_core_next_is_repair(p) && c->active) {
+			/* the others take the repair over first; then the probe leaves */
+			mr_tx_unask(c, path);
+			c->held |= 1u << path;
+			return MR_AGAIN;
+		}
+		/* a suspect path can always be asked: what was not answered is given up */
+		if (mr_core_inflight(p) >= MR_SUSPECT_WINDOW && mr_core_tx_all_lost(p))
+			c->repairs |= 1u << path;
 	}
 	if (mr_core_next_is_repair(p)) {
 		/* its descriptor would be overwritten: it goes first, and asks if a probe was due */
@@ -157,12 +187,14 @@ static __always_inline int mr_tx_commit(struct mr_conn *c, struct mr_path *pp, s
 		if (choice->job != MR_JOB_PROBE)
 			return MR_NOTHING;
 		/* so many unanswered that no more fit: it must not stand in the way of data */
-		c->probe &= ~(1u << path);
-		c->unasked &= ~(1u << path);
+		mr_tx_unask(c, path);
 		return MR_AGAIN;
 	}
 	if (choice->job == MR_JOB_PROBE) {
-		c->probe &= ~(1u << path);
+		if (choice->full)
+			c->probe_full &= ~(1u << path);
+		else
+			c->probe &= ~(1u << path);
 		c->unasked &= ~(1u << path);
 		p->probes++;
 		k->ask = 1;
@@ -174,21 +206,36 @@ static __always_inline int mr_tx_commit(struct mr_conn *c, struct mr_path *pp, s
 			return MR_AGAIN;
 		}
 		idx = mr_core_first_repair(s);
-		s->repair[idx / 64 & 3] &= ~(1ull << (idx & 63));
-		if (!mr_core_any_repair(s))
-			c->repairs &= ~(1u << source);
 		k->d.psn = sp->desc[idx & 255].psn;
 		k->d.offset = sp->desc[idx & 255].offset;
 		k->d.len = sp->desc[idx & 255].len;
 		k->d.slot = sp->desc[idx & 255].slot;
-		if (k->d.len == MR_DESC_PROBE || mr_before(k->d.psn, c->psn_cum) ||
-		    (c->nak_syndrome && !mr_before(k->d.psn, c->nak_psn)) ||
-		    (c->fault && !mr_before(k->d.psn, c->fault_psn))) {
+		needed = !mr_before(k->d.psn, c->psn_cum) &&
+			 !(c->nak_syndrome && !mr_before(k->d.psn, c->nak_psn)) &&
+			 !(c->fault && !mr_before(k->d.psn, c->fault_psn));
+		if (needed && source == path && (k->d.len & MR_DESC_AGAIN) &&
+		    choice->job != MR_JOB_PROBE &&
+		    (mr_tx_exiles(c->active, c->exile | 1u << path) >> path & 1)) {
+			c->exile |= 1u << path;
+			return MR_AGAIN;
+		}
+		k->d.len &= ~MR_DESC_AGAIN;
+		s->repair[idx / 64 & 3] &= ~(1ull << (idx & 63));
+		if (!mr_core_any_repair(s))
+			c->repairs &= ~(1u << source);
+		c->exile &= ~(1u << source);
+		if (c->held >> source & 1) { /* its next slot may be free now */
+			c->held &= ~(1u << source);
+			c->probe |= 1u << source;
+			c->probe_full |= 1u << source;
+		}
+		if (!needed) {
 			if (choice->job == MR_JOB_PROBE)
 				c->probe |= 1u << path; /* the slot is free now: next time */
 			return MR_AGAIN;
 		}
 		k->flags = MR_F_RETX;
+		again = source == path;
 		p->one = 0;
 		p->retx++;
 	} else if (job == MR_JOB_DATA) {
@@ -204,20 +251,22 @@ static __always_inline int mr_tx_commit(struct mr_conn *c, struct mr_path *pp, s
 				c->no_credit = 0;
 			}
 		}
+		again = 0;
 		left = c->cur_len - c->cur_off;
 		k->d.psn = c->psn_next++;
 		k->d.offset = c->cur_off;
 		k->d.slot = (c->msn_next - 1) % MR_SQ_DEPTH;
-		if (left <= c->payload) {
+		if (left <= c->cut) {
 			k->d.len = left;
 			c->busy = 0;
 		} else {
-			k->d.len = c->payload;
-			c->cur_off += c->payload;
+			k->d.len = c->cut;
+			c->cur_off += c->cut;
 		}
 	} else {
+		again = 0;
 		k->d.psn = c->psn_next;
-		k->d.len = MR_DESC_PROBE;
+		k->d.len = choice->full ? MR_DESC_FULL : MR_DESC_PROBE;
 		k->d.offset = 0;
 		k->d.slot = 0;
 	}
@@ -228,6 +277,9 @@ static __always_inline int mr_tx_commit(struct mr_conn *c, struct mr_path *pp, s
 	if (choice->idle)
 		p->idle_pseq = k->pseq;
 	pp->desc[k->pseq & 255] = k->d;
+	if (again)
+		pp->desc[k->pseq & 255].len = k->d.len | MR_DESC_AGAIN;
+	mr_core_mark_probe(p, k->pseq & 255, job == MR_JOB_PROBE);
 	/*
 	 * Repairs ask; so does the packet that closes a window; so does the last one of a
 	 * message, which is acknowledged at once anyway: no probe need follow it.
@@ -244,12 +296,27 @@ static __always_inline int mr_tx_commit(struct mr_conn *c, struct mr_path *pp, s
 	k->gen = p->gen;
 	k->path = path;
 	k->sport = p->sport;
-	frame = pp->l4_off + sizeof(struct mr_l4write) + (job == MR_JOB_PROBE ? 0 : k->d.len);
+	frame = pp->l4_off + sizeof(struct mr_l4write);
+	if (job != MR_JOB_PROBE)
+		frame += k->d.len;
+	else if (choice->full)
+		frame += c->cut;
 	mr_core_pace(p, now, frame);
 	p->sent++;
 	p->sent_bytes += frame;
 	c->rr = path + 1 < c->npaths ? path + 1 : 0;
 	return MR_SENT;
+}
+
+/* Fills len bytes of the frame from `at` on with zeros. Global, so that it is verified once. */
+__attribute__((noinline)) int mr_tx_pad(struct xdp_md *ctx, __u32 at, __u32 len)
+{
+	__u32 key = 0;
+	struct mr_zero *zero = bpf_map_lookup_elem(&mr_zero, &key);
+
+	if (!zero || !len || len > 4096 || at > 256)
+		return -1;
+	return bpf_xdp_store_bytes(ctx, at, zero->b, MR_BOUND4K(len));
 }
 
 /* Writes the frame: every byte of every header, since pages come back as others left them. */
@@ -265,9 +332,11 @@ static __always_inline int mr_tx_build(struct xdp_md *ctx, struct mr_conn *c, st
 	__u32 i;
 
 	if (k->job == MR_JOB_PROBE) {
-		len = 0;
 		ext = MR_EXT_PROBE;
 		hdr = sizeof(struct mr_l4dh);
+		len = 0;
+		if (k->d.len == MR_DESC_FULL) /* as long as the longest data packet */
+			len = sizeof(struct mr_l4imm) - hdr + c->cut;
 	} else {
 		len = k->d.len;
 		ext = MR_EXT_WRITE;
@@ -284,7 +353,10 @@ static __always_inline int mr_tx_build(struct xdp_md *ctx, struct mr_conn *c, st
 	/* the frame's length reaches the driver only if the program changes it, each time */
 	if (bpf_xdp_adjust_tail(ctx, (int)(l4 + hdr + len) - have))
 		return -1;
-	if (len) {
+	if (ext == MR_EXT_PROBE) {
+		if (len && mr_tx_pad(ctx, l4 + hdr, len))
+			return -1;
+	} else if (len) {
 		/* the region may be gone, its index another one's: the key tells */
 		__u32 index = r->lkey >> 8;
 		struct mr_region *region = bpf_map_lookup_elem(&mr_region, &index);
@@ -384,7 +456,7 @@ static __always_inline int mr_tx_conn(struct xdp_md *ctx, struct mr_pump *pump, 
 	struct mr_req *r = 0, *fresh = 0;
 	struct mr_packet k = {};
 	struct mr_path *pp, *sp;
-	__u32 tail, index, fault, data = 0, unasked;
+	__u32 tail, index, fault, data = 0, unasked, probe;
 	int done, udp_len;
 	__u64 now;
 
@@ -398,6 +470,8 @@ static __always_inline int mr_tx_conn(struct xdp_md *ctx, struct mr_pump *pump, 
 		if (c->busy) {
 			data = 1;
 		} else if (tail != c->msn_next) {
+			/* a fetch orders what follows behind it: the entry is read after the tail */
+			tail = __sync_fetch_and_add(&page->sq_tail, 0);
 			fresh = &reqs->req[c->msn_next % MR_SQ_DEPTH];
 			fault = mr_tx_load(fresh, page, c->msn_next, c->pd);
 			if (fault) {
@@ -417,9 +491,13 @@ static __always_inline int mr_tx_conn(struct xdp_md *ctx, struct mr_pump *pump, 
 	}
 
 	unasked = MR_READ_ONCE(c->unasked);
-	if (MR_READ_ONCE(c->probe)) {
+	probe = MR_READ_ONCE(c->probe);
+	choice.full = !probe;
+	if (!probe)
+		probe = MR_READ_ONCE(c->probe_full);
+	if (probe) {
 		choice.job = MR_JOB_PROBE;
-		choice.path = mr_ctz(c->probe);
+		choice.path = mr_ctz(probe);
 		choice.source = choice.path;
 	} else if (!(data || MR_READ_ONCE(c->repairs)) || !mr_tx_pick(c, now, data, &choice)) {
 		if (choice.paced_ns) {
@@ -434,6 +512,7 @@ static __always_inline int mr_tx_conn(struct xdp_md *ctx, struct mr_pump *pump, 
 		choice.path = mr_ctz(unasked);
 		choice.source = choice.path;
 		choice.idle = 1;
+		choice.full = 0;
 	}
 	choice.path &= MR_MAX_PATHS - 1;
 	choice.source &= MR_MAX_PATHS - 1;

@@ -29,6 +29,11 @@
 #define MR_RQ_DEPTH 128
 #define MR_BLOCK 65536 /* bytes a block of a memory region */
 #define MR_ACK_EVERY 8 /* packets a path without an ACK, at most */
+/* What a peer may say at most: docs/wire.md section 6. */
+#define MR_GEN_AHEAD 64              /* generations beyond the one that we have */
+#define MR_PSEQ_AHEAD 4096           /* pseqs beyond the newest seen */
+#define MR_LIMIT_AHEAD MR_PSN_WINDOW /* psn_limit beyond psn_cum */
+#define MR_CREDIT_AHEAD MR_RQ_DEPTH  /* credit beyond the ordinals used */
 
 enum mr_conn_state {
 	MR_CONN_FREE = 0,
@@ -61,7 +66,7 @@ enum mr_fault {
 	MR_FAULT_LOC_QP_OP = 2, /* IBV_WC_LOC_QP_OP_ERR: opcode */
 };
 
-/* One transmission: what this pseq carried. len 0xffff: a probe. */
+/* One transmission: what this pseq carried. len: bytes of payload, or one of the three below. */
 struct mr_desc {
 	__u32 psn;
 	__u32 offset;
@@ -69,6 +74,8 @@ struct mr_desc {
 	__u16 slot; /* in mr_reqs */
 };
 #define MR_DESC_PROBE 0xffff
+#define MR_DESC_FULL 0xfffe  /* a full-size probe */
+#define MR_DESC_AGAIN 0x8000 /* with the length of data: lost here before, and sent here again */
 
 /* Pool entry of one path: how its packets look, and what is under way. Map mr_path. */
 struct mr_path {
@@ -109,11 +116,14 @@ struct mr_tx_path {
 	__u32 ce;                            /* marks reported, all generations */
 	__u32 pace_max;  /* the brake goes no further: control wrote half of it */
 	__u32 idle_pseq; /* mr_tx's own last probe: it left right behind the data */
-	__u32 pad3[2];
+	__u32 heard;     /* highest pseq of this generation that an ACK has shown arrived */
+	__u32 proofs;    /* full-size packets that an ACK has shown arrived while not active */
 	/* 128: written by mr_tx */
 	__u64 sent_bytes; /* frames' bytes */
-	__u32 sent, retx, probes, pad4;
-	__u64 pad5[5];
+	__u32 sent, retx, probes;
+	__u32 first;     /* pseq that this generation began with; control */
+	__u64 probed[4]; /* bit pseq % 256: that descriptor is a probe, which is never repaired */
+	__u64 pad5;
 	/* 192 */
 };
 
@@ -166,12 +176,16 @@ struct mr_conn {
 	__u32 repairs; /* bit i: path i has bits in repair[] */
 	__u32 probe;   /* bit i: control wants a probe on path i */
 	/* 128 */
-	__u32 active;    /* bit i: tx[i].state is MR_PATH_ACTIVE */
-	__u32 unasked;   /* bit i: the last packet on path i did not ask for an ACK */
-	__u32 no_credit; /* stalled for want of a receive */
-	__u32 fault;     /* enum mr_fault */
-	__u32 fault_psn; /* of the first packet that could not be sent */
-	__u32 pad2[11];
+	__u32 active;     /* bit i: tx[i].state is MR_PATH_ACTIVE */
+	__u32 unasked;    /* bit i: the last packet on path i did not ask for an ACK */
+	__u32 no_credit;  /* stalled for want of a receive */
+	__u32 fault;      /* enum mr_fault */
+	__u32 fault_psn;  /* of the first packet that could not be sent */
+	__u32 probe_full; /* bit i: control wants a full-size probe on path i */
+	__u32 held;       /* bit i: a probe waits until others have taken path i's next repair */
+	__u32 exile; /* bit i: path i's next repair was lost there twice: it leaves by another */
+	__u32 cut;   /* bytes of payload that a message is cut into; <= payload */
+	__u32 pad2[7];
 	/* 192 */
 	struct mr_tx_path tx[MR_MAX_PATHS];
 	struct mr_rx_path rx[MR_MAX_PATHS];
@@ -274,22 +288,24 @@ struct mr_event {
 enum mr_ctl_op {
 	MR_CTL_STATE = 1,   /* conn.state = value */
 	MR_CTL_PATH = 2,    /* cwnd, pace, tolerance of path */
-	MR_CTL_PROBE = 3,   /* probe |= value (mask of paths) */
+	MR_CTL_PROBE = 3,   /* probe |= value, probe_full |= full (masks of paths) */
 	MR_CTL_SUSPECT = 4, /* path.state = value; all unresolved is queued as repairs */
 	MR_CTL_REROLL = 5,  /* sport = value, gen + 1; all unresolved is queued as repairs */
 	MR_CTL_TIMEOUT = 6, /* all unresolved of path is lost, one = 1 */
 	MR_CTL_KICK = 7,    /* mark ready, wake the pump */
+	MR_CTL_CUT = 8,     /* cut = value, if no request has been begun */
 };
 struct mr_ctl {
 	__u32 op, slot, qpn, path;
 	__u32 value, cwnd, pace, tolerance;
-	__u8 pad[32]; /* at least an Ethernet header */
+	__u32 full;
+	__u8 pad[28]; /* at least an Ethernet header */
 };
 enum mr_ctl_result {
 	MR_CTL_OK = 1,
 	MR_CTL_NO_CONN = 2, /* slot out of range or another qpn there */
 	MR_CTL_BAD = 3,
-	MR_CTL_LIMIT = 4, /* re-rolled too far beyond what the peer has heard */
+	MR_CTL_LIMIT = 4, /* too far beyond what the peer has heard; too late for another cut */
 };
 
 /*
@@ -314,6 +330,7 @@ struct mr_counters {
 	__u64 rp_cnp_handled;             /* ACKs that reported new marks */
 	__u64 local_ack_timeout_err;      /* paths timed out (by control) */
 	__u64 stale_ack;                  /* ACK of an older generation: its psn counted */
+	__u64 pseq_ahead;                 /* pseq too far ahead: placed, but not of its path */
 	/* refused: not authenticated, dropped */
 	__u64 drop_truncated;
 	__u64 drop_length; /* UDP or IP length disagrees with the frame */

@@ -59,7 +59,11 @@ type metaroceMrConn struct {
 	NoCredit    uint32
 	Fault       uint32
 	FaultPsn    uint32
-	Pad2        [11]uint32
+	ProbeFull   uint32
+	Held        uint32
+	Exile       uint32
+	Cut         uint32
+	Pad2        [7]uint32
 	Tx          [32]metaroceMrTxPath
 	Rx          [32]metaroceMrRxPath
 	Rxs         metaroceMrRxStream
@@ -94,6 +98,7 @@ type metaroceMrCounters struct {
 	RpCnpHandled           uint64
 	LocalAckTimeoutErr     uint64
 	StaleAck               uint64
+	PseqAhead              uint64
 	DropTruncated          uint64
 	DropLength             uint64
 	DropOpcode             uint64
@@ -137,7 +142,8 @@ type metaroceMrCtlFrame struct {
 	Cwnd      uint32
 	Pace      uint32
 	Tolerance uint32
-	Pad       [32]uint8
+	Full      uint32
+	Pad       [28]uint8
 }
 
 type metaroceMrCtlOp uint32
@@ -150,6 +156,7 @@ const (
 	metaroceMrCtlOpMR_CTL_REROLL  metaroceMrCtlOp = 5
 	metaroceMrCtlOpMR_CTL_TIMEOUT metaroceMrCtlOp = 6
 	metaroceMrCtlOpMR_CTL_KICK    metaroceMrCtlOp = 7
+	metaroceMrCtlOpMR_CTL_CUT     metaroceMrCtlOp = 8
 )
 
 type metaroceMrCtlResult uint32
@@ -342,13 +349,15 @@ type metaroceMrTxPath struct {
 	Ce        uint32
 	PaceMax   uint32
 	IdlePseq  uint32
-	Pad3      [2]uint32
+	Heard     uint32
+	Proofs    uint32
 	SentBytes uint64
 	Sent      uint32
 	Retx      uint32
 	Probes    uint32
-	Pad4      uint32
-	Pad5      [5]uint64
+	First     uint32
+	Probed    [4]uint64
+	Pad5      uint64
 }
 
 type metaroceMrWqe struct {
@@ -372,6 +381,11 @@ const (
 	metaroceMrWrOpMR_WR_WRITE_IMM metaroceMrWrOp = 1
 )
 
+type metaroceMrZero struct {
+	_ structs.HostLayout
+	B [4096]uint8
+}
+
 // Names of all BPF objects in the ELF.
 //
 // Used for safe lookups in a Collection or CollectionSpec.
@@ -386,6 +400,7 @@ const (
 	metaroceMapMrRegion        = "mr_region"
 	metaroceMapMrReq           = "mr_req"
 	metaroceMapMrWake          = "mr_wake"
+	metaroceMapMrZero          = "mr_zero"
 	metaroceProgMrCtl          = "mr_ctl"
 	metaroceProgMrRx           = "mr_rx"
 	metaroceProgMrTx           = "mr_tx"
@@ -465,6 +480,7 @@ type metaroceMapSpecs struct {
 	MrRegion  *ebpf.MapSpec `ebpf:"mr_region"`
 	MrReq     *ebpf.MapSpec `ebpf:"mr_req"`
 	MrWake    *ebpf.MapSpec `ebpf:"mr_wake"`
+	MrZero    *ebpf.MapSpec `ebpf:"mr_zero"`
 }
 
 // metaroceVariableSpecs contains global variables before they are loaded into the kernel.
@@ -516,6 +532,7 @@ type metaroceMaps struct {
 	MrRegion  *ebpf.Map `ebpf:"mr_region"`
 	MrReq     *ebpf.Map `ebpf:"mr_req"`
 	MrWake    *ebpf.Map `ebpf:"mr_wake"`
+	MrZero    *ebpf.Map `ebpf:"mr_zero"`
 }
 
 func (m *metaroceMaps) Close() error {
@@ -530,6 +547,7 @@ func (m *metaroceMaps) Close() error {
 		m.MrRegion,
 		m.MrReq,
 		m.MrWake,
+		m.MrZero,
 	)
 }
 

@@ -86,6 +86,7 @@ const (
 	CtlReroll  = uint32(metaroceMrCtlOpMR_CTL_REROLL)
 	CtlTimeout = uint32(metaroceMrCtlOpMR_CTL_TIMEOUT)
 	CtlKick    = uint32(metaroceMrCtlOpMR_CTL_KICK)
+	CtlCut     = uint32(metaroceMrCtlOpMR_CTL_CUT)
 )
 
 // What a run of mr_ctl returns.

@@ -96,7 +96,7 @@ func newWorld(t testing.TB, opts ...option) *world {
 	w := &world{TB: t, o: o, psn0: 1000}
 	c := &loader.Conn{
 		Qpn: qpn, PeerQpn: peerQPN, RxToken: rxToken, TxToken: txToken, Pd: pd, PathBase: pathBase,
-		Payload: payload, Npaths: paths, Checksum: 1, Tos: 26<<2 | wire.ECT0,
+		Payload: payload, Cut: payload, Npaths: paths, Checksum: 1, Tos: 26<<2 | wire.ECT0,
 		State: loader.ConnOpen, Active: 1<<paths - 1,
 	}
 	for _, f := range opts {
@@ -105,7 +105,7 @@ func newWorld(t testing.TB, opts ...option) *world {
 	c.PsnNext, c.PsnCum, c.PsnLimit = w.psn0, w.psn0, w.psn0+8128
 	c.Rxs.Cum = w.psn0
 	for i := range paths {
-		c.Tx[i].Next, c.Tx[i].Una = w.psn0, w.psn0
+		c.Tx[i].Next, c.Tx[i].Una, c.Tx[i].First, c.Tx[i].Heard = w.psn0, w.psn0, w.psn0, w.psn0-1
 		c.Tx[i].Cwnd, c.Tx[i].Sport = 32, uint16(50000+i)
 		c.Rx[i].Max = w.psn0 - 1
 		for k := range c.Rx[i].Vec {

@@ -21,6 +21,8 @@ type RetryExceededError struct {
 	LastPath    int           // path that the peer was last heard on; -1: never
 	LastAgo     time.Duration // how long ago that was
 	Paths       []PathReport
+	TooLong     []int // paths that short packets pass and full-size ones do not
+	PacketBytes int   // of a full-size packet, from the IP header on
 }
 
 // PathReport is a path's part in a RetryExceededError.
@@ -45,6 +47,10 @@ func (e *RetryExceededError) Error() string {
 	}
 	fmt.Fprintf(&b, "; %d packets outstanding", e.Outstanding)
 	e.writePaths(&b)
+	if len(e.TooLong) > 0 {
+		fmt.Fprintf(&b, "; IP packets of %d bytes do not get through on path %s although short ones do: want an MTU of at least that all the way",
+			e.PacketBytes, strings.Trim(fmt.Sprint(e.TooLong), "[]"))
+	}
 	return b.String()
 }
 
@@ -85,6 +91,7 @@ func (p *Policy) retryExceeded(nowNs int64, s *Snapshot) *RetryExceededError {
 	e := &RetryExceededError{
 		Peer: p.cfg.Peer, QPN: p.cfg.Params.Remote.QPN, RetryTime: p.cfg.RetryTime,
 		Outstanding: s.PsnNext - s.PsnCum, PsnCum: s.PsnCum, LastPath: -1,
+		TooLong: p.tooLong(), PacketBytes: p.packetBytes - etherBytes + immBytes,
 	}
 	var lastNs int64
 	for i := range s.Paths {

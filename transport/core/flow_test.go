@@ -23,6 +23,7 @@ type flow struct {
 	planes []flowPlane
 	paths  []flowPath
 	rr     int
+	full   uint32 // mask of paths that get a full-size probe
 
 	delivered int // packets that arrived
 	suspects  int
@@ -88,7 +89,7 @@ func (f *flow) ack(i int) {
 		ps.Pace += ps.Pace / 8
 	}
 	ps.PeerCe = fp.marks
-	ps.Una = ps.Next
+	ps.Una, ps.Heard = ps.Next, ps.Next-1
 	f.s.PsnCum = f.s.PsnNext
 }
 
@@ -131,9 +132,15 @@ func (f *flow) run(ns int64) {
 			if f.s.ProbeOn>>i&1 != 0 {
 				f.s.Paths[i].Probes++
 				f.send(i, 100, true)
+				if before := f.paths[i].arrived; f.full>>i&1 != 0 {
+					f.send(i, frame, true)
+					if f.paths[i].arrived != before && f.s.Paths[i].PeerPkts == f.paths[i].arrived && f.s.Paths[i].State == PathSuspect {
+						f.s.Paths[i].Proofs++
+					}
+				}
 			}
 		}
-		f.s.ProbeOn = 0
+		f.s.ProbeOn, f.full = 0, 0
 		for k := range f.s.Paths {
 			i := (f.rr + k) % len(f.s.Paths)
 			ps, fp := &f.s.Paths[i], &f.paths[i]
@@ -181,6 +188,7 @@ func (f *flow) apply(a Actions) {
 		ps.Cwnd, ps.Pace, ps.Tolerance = c.Cwnd, c.Pace, c.Tolerance
 	}
 	f.s.ProbeOn |= a.Probe
+	f.full |= a.Full
 	if a.Fail != nil {
 		f.fail = a.Fail
 	}

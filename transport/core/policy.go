@@ -22,10 +22,21 @@ const (
 
 	probesToTimeout = 2 // unanswered probes that give up what is under way
 	probesToSuspect = 3
-	probesToReroll  = 8 // further ones, each time
-	maxTolerance    = 64
-	toleranceStep   = 4
-	ackEvery        = 8 // MR_ACK_EVERY
+	probesToReroll  = 8    // further ones before the first re-roll, twice as many before each later one
+	mostToReroll    = 512  // so that 64 generations outlast any outage that a retry time bridges
+	pseqsToReroll   = 2048 // transmissions without an answer: half of what a receiver takes (wire.md section 6)
+	rerollPause     = int64(time.Second)
+
+	roundsToNarrow = 6  // rounds in which the short probe was answered and the full-size one was not
+	lossesToDoubt  = 32 // losses in a row on a path where no data arrives
+	minHoldNs      = int64(time.Millisecond)
+	maxHoldNs      = int64(500 * time.Millisecond)
+	proveNs        = minQuietNs // between looks at a path that is to be proven soon
+	maxTolerance   = 64
+	toleranceStep  = 4
+	ackEvery       = 8 // MR_ACK_EVERY
+	etherBytes     = 14
+	immBytes       = 8 // which the longest packet has besides
 )
 
 // PolicyConfig is what a Policy needs to know.
@@ -49,6 +60,7 @@ type PolicyConfig struct {
 type Policy struct {
 	cfg         PolicyConfig
 	packetBytes int
+	cut         int // bytes of payload that messages are cut into
 	paths       []pathPolicy
 	sample      cc.Sample
 	act         Actions
@@ -77,8 +89,13 @@ type Policy struct {
 // pathPolicy is what the policy remembers of a path.
 type pathPolicy struct {
 	last       PathSnapshot
+	proof      proof
+	doubt      doubt
+	rerollAt   int   // unanswered probes at which the port is re-rolled next
+	rerolledNs int64 // clockNs of the last re-roll
 	quietNs    int64 // clockNs since when nothing was heard with data under way
 	probing    bool  // a probe was ordered and is neither answered nor given up
+	askedNs    int64 // clockNs when the last probe was ordered
 	deadlineNs int64 // clockNs when it counts as unanswered
 	unanswered int   // probes in a row
 	timeouts   uint32
@@ -109,8 +126,12 @@ func NewPolicy(cfg PolicyConfig) *Policy {
 		p.paths[i].sport = path.Sport
 	}
 	// Ethernet, IP, UDP, BTH, data header, RETH.
-	p.packetBytes = 14 + ipBytes + 8 + 12 + 32 + 16 + cfg.Params.Payload
+	p.packetBytes = etherBytes + ipBytes + 8 + 12 + 32 + 16 + cfg.Params.Payload
 	p.sample = cc.Sample{PacketBytes: p.packetBytes, Paths: make([]cc.PathSample, len(p.paths))}
+	for i := range p.paths {
+		p.paths[i].rerollAt, p.paths[i].rerolledNs = probesToSuspect+probesToReroll, -rerollPause
+	}
+	p.cut = cfg.Params.Payload
 	return p
 }
 
@@ -124,7 +145,7 @@ func (p *Policy) Start(nowNs int64) Actions {
 		p.paths[i].frameBytes = float64(p.packetBytes)
 		p.act.Sets = append(p.act.Sets, PathSet{Path: i, Cwnd: r.Window, Pace: cc.PaceNsPerKiB(r.RateBps)})
 	}
-	p.act.NextNs = nowNs + tickNs
+	p.act.NextNs = nowNs + 1 // the paths are to be proven at once
 	p.dueNs = p.act.NextNs
 	return p.act
 }
@@ -132,7 +153,7 @@ func (p *Policy) Start(nowNs int64) Actions {
 func (p *Policy) reset() {
 	p.act = Actions{
 		States: p.act.States[:0], Rerolls: p.act.Rerolls[:0],
-		Timeouts: p.act.Timeouts[:0], Sets: p.act.Sets[:0],
+		Timeouts: p.act.Timeouts[:0], Sets: p.act.Sets[:0], TooLong: p.act.TooLong[:0],
 	}
 }
 
@@ -164,7 +185,10 @@ func (p *Policy) Tick(nowNs int64, s *Snapshot, pumpRan bool) Actions {
 	hurry := waiting || !s.anyActive()
 	for i := range p.paths {
 		p.watch(i, &s.Paths[i], s.ProbeOn>>i&1 != 0, hurry)
+		p.distrust(i, &s.Paths[i])
+		p.keepWithinReach(i, &s.Paths[i])
 	}
+	p.narrow(s)
 	p.askForCredit(s)
 	p.askStalled(s)
 	p.keepalive(s, waiting)
@@ -199,10 +223,9 @@ func (p *Policy) hear(i int, s *PathSnapshot, nowNs, dtNs int64) bool {
 		return false
 	}
 	pp.quietNs = p.clockNs - min(max(nowNs-s.LastAckNs, 0), dtNs)
+	pp.proof.answered(s, &pp.last, pp.probing)
 	pp.probing, pp.unanswered = false, 0
-	if s.State == PathSuspect {
-		p.act.States = append(p.act.States, PathStateSet{Path: i, State: PathActive})
-	}
+	pp.rerollAt = probesToSuspect + probesToReroll
 	return true
 }
 
@@ -213,16 +236,25 @@ func (p *Policy) watch(i int, s *PathSnapshot, pending, hurry bool) {
 	switch {
 	case s.State == PathDown:
 		pp.probing, pp.unanswered = false, 0
+	case s.State == PathSuspect && pp.proof.proven:
+		if p.clockNs >= pp.doubt.holdNs {
+			p.act.States = append(p.act.States, PathStateSet{Path: i, State: PathActive})
+			pp.proof = proof{reached: true}
+			pp.probing = false
+		}
 	case pp.probing && pending:
 		// Not the peer's fault: it has not been asked yet.
 		pp.deadlineNs = p.clockNs + p.probeWait(i, s, hurry)
+		if s.State == PathSuspect {
+			p.act.Probe |= 1 << i // it may be held for a repair that is needed no more
+		}
 	case pp.probing:
 		// A wait that was chosen while nothing was to be sent may be long.
 		pp.deadlineNs = min(pp.deadlineNs, p.clockNs+p.probeWait(i, s, hurry))
 		if p.clockNs >= pp.deadlineNs {
 			p.unanswered(i, s, hurry)
 		}
-	case s.State == PathSuspect && s.Acks == pp.last.Acks:
+	case s.State == PathSuspect && p.dueToAsk(pp, s, hurry):
 		p.probe(i, s, hurry)
 	case s.State == PathActive && s.outstanding() && p.clockNs-pp.quietNs >= quietLimit(p.packetBytes, s):
 		p.probe(i, s, hurry)
@@ -237,19 +269,41 @@ func (p *Policy) unanswered(i int, s *PathSnapshot, hurry bool) {
 	pp.unanswered++
 	switch {
 	case s.State == PathActive && pp.unanswered >= probesToSuspect:
-		p.act.States = append(p.act.States, PathStateSet{Path: i, State: PathSuspect})
-		pp.timeouts++
-		pp.gaveUp, p.giveUpNs = 2, p.clockNs
-		p.keepaliveNow = true
+		p.suspect(i)
 	case s.State == PathActive && pp.unanswered == probesToTimeout && s.outstanding():
 		p.act.Timeouts = append(p.act.Timeouts, i)
 		pp.gaveUp, p.giveUpNs = 2, p.clockNs
-	case s.State == PathSuspect && pp.unanswered > probesToSuspect && (pp.unanswered-probesToSuspect)%probesToReroll == 0:
-		pp.sport = drawSport(p.cfg.Rand, p.sportTaken)
-		p.act.Rerolls = append(p.act.Rerolls, PathReroll{Path: i, Sport: pp.sport})
-		p.giveUpNs = p.clockNs
+	case s.State == PathSuspect && pp.unanswered >= pp.rerollAt:
+		pp.rerollAt += min(pp.rerollAt-probesToSuspect, mostToReroll)
+		p.reroll(i)
 	}
 	p.probe(i, s, hurry)
+}
+
+// suspect takes path i out of use until a full-size packet has arrived on it.
+func (p *Policy) suspect(i int) {
+	pp := &p.paths[i]
+	p.act.States = append(p.act.States, PathStateSet{Path: i, State: PathSuspect})
+	pp.proof = proof{reached: pp.proof.reached}
+	pp.timeouts++
+	pp.gaveUp, p.giveUpNs = 2, p.clockNs
+	p.keepaliveNow = true
+}
+
+// reroll gives path i another source port, and with it perhaps another way through the network.
+func (p *Policy) reroll(i int) {
+	pp := &p.paths[i]
+	pp.sport = drawSport(p.cfg.Rand, p.sportTaken)
+	p.act.Rerolls = append(p.act.Rerolls, PathReroll{Path: i, Sport: pp.sport})
+	pp.rerolledNs, p.giveUpNs = p.clockNs, p.clockNs
+}
+
+// keepWithinReach begins a new generation before a path's transmissions are further ahead of what
+// the peer has shown to know than a receiver takes.
+func (p *Policy) keepWithinReach(i int, s *PathSnapshot) {
+	if s.Next-s.Heard >= pseqsToReroll && p.clockNs-p.paths[i].rerolledNs >= rerollPause {
+		p.reroll(i)
+	}
 }
 
 func (p *Policy) sportTaken(port uint16) bool {
@@ -268,8 +322,13 @@ func (p *Policy) probe(i int, s *PathSnapshot, hurry bool) {
 		return
 	}
 	pp.probing = true
+	pp.askedNs = p.clockNs
 	pp.deadlineNs = p.clockNs + p.probeWait(i, s, hurry)
 	p.act.Probe |= 1 << i
+	if s.State == PathSuspect && pp.proof.reached {
+		p.act.Full |= 1 << i
+		pp.proof.asked = true
+	}
 }
 
 // probeWait is how long a probe's answer may take: it doubles with each
@@ -363,10 +422,13 @@ func (p *Policy) keepalive(s *Snapshot, waiting bool) {
 	}
 }
 
-// retry fails the connection when the peer has been asked and has not answered,
-// nor acknowledged anything, for the retry time.
+// retry fails the connection when data is outstanding and psn_cum has stood still for the retry
+// time, whatever else the peer answers; and when a peer that nothing is outstanding with has been
+// asked and has said nothing for that long. The wait for credit is the latter.
 func (p *Policy) retry(nowNs, dtNs int64, s *Snapshot, pumpRan, waiting, heard bool) {
-	if heard || s.PsnCum != p.cum {
+	// What was posted and cannot leave because no path may carry it is outstanding, too.
+	stuck := s.PsnNext != s.PsnCum || waiting && !s.NoCredit && !s.anyActive()
+	if s.PsnCum != p.cum || heard && !stuck {
 		p.retryNs = 0
 		return
 	}
@@ -381,7 +443,7 @@ func (p *Policy) retry(nowNs, dtNs int64, s *Snapshot, pumpRan, waiting, heard b
 			asked = true
 		}
 	}
-	if !asked && (up || !waiting) || !pumpRan && s.ProbeOn != 0 {
+	if !stuck && !asked && (up || !waiting) || !pumpRan && s.ProbeOn != 0 {
 		return
 	}
 	p.retryNs += dtNs
@@ -502,6 +564,9 @@ func (p *Policy) next(nowNs int64, s *Snapshot, waiting bool) int64 {
 		}
 		if pp.probing {
 			dueNs = min(dueNs, pp.deadlineNs)
+		}
+		if ps.State == PathSuspect {
+			dueNs = min(dueNs, p.dueToProve(pp, waiting || !active))
 		}
 	}
 	switch {

@@ -28,7 +28,9 @@ type rig struct {
 	s      Snapshot
 	nowNs  int64
 	up     []bool
-	pump   bool // sends what is ordered, and runs
+	pump   bool   // sends what is ordered, and runs
+	full   uint32 // mask of paths: the probe that is ordered has a full-size one behind it
+	narrow bool   // full-size packets do not get through
 	probes []int
 	ticks  int
 	seen   Actions // everything since the last forget
@@ -72,7 +74,7 @@ func (r *rig) answer(i int) {
 	ps := &r.s.Paths[i]
 	ps.Acks++
 	ps.LastAckNs = r.nowNs
-	ps.Una = ps.Next
+	ps.Una, ps.Heard = ps.Next, ps.Next-1
 	r.s.PsnCum = r.s.PsnNext
 }
 
@@ -88,9 +90,12 @@ func (r *rig) tick(ns int64) Actions {
 			r.s.Paths[i].Probes++
 			if r.up[i] {
 				r.answer(i)
+				if r.full>>i&1 != 0 && !r.narrow {
+					r.s.Paths[i].Proofs++
+				}
 			}
 		}
-		r.s.ProbeOn = 0
+		r.s.ProbeOn, r.full = 0, 0
 	}
 	r.ticks++
 	a := r.p.Tick(r.nowNs, &r.s, r.pump)
@@ -122,6 +127,7 @@ func (r *rig) apply(a Actions) {
 		r.probes[i] += int(a.Probe >> i & 1)
 	}
 	r.s.ProbeOn |= a.Probe
+	r.full |= a.Full
 	if a.Fail != nil {
 		r.fails++
 		r.seen.Fail = a.Fail
@@ -313,6 +319,7 @@ func TestSuspectPathComesBackWhenAProbeReturns(t *testing.T) {
 	keep := func() bool {
 		// Other paths have work, so that the connection is not idle.
 		r.s.PsnNext++
+		r.s.PsnCum++
 		r.s.Paths[0].Acks++
 		r.s.Paths[0].LastAckNs = r.nowNs
 		return false
@@ -383,6 +390,7 @@ func TestSuspectPathIsProbedWithBackOff(t *testing.T) {
 	r.forget()
 	for start := r.nowNs; r.nowNs-start < 10*sec; {
 		r.s.PsnNext++
+		r.s.PsnCum++
 		r.s.Paths[0].Acks++
 		r.tick(ms)
 	}
@@ -398,6 +406,7 @@ func TestPersistentFailureRerollsThePort(t *testing.T) {
 	ports := map[uint16]bool{50000: true, 50001: true, 50002: true, 50003: true}
 	for len(r.seen.Rerolls) < 5 {
 		r.s.PsnNext++
+		r.s.PsnCum++
 		r.s.Paths[0].Acks++
 		if r.tick(ms); r.nowNs > 1020*sec {
 			t.Fatalf("%d re-rolls in 20 s, want 5", len(r.seen.Rerolls))
@@ -409,8 +418,156 @@ func TestPersistentFailureRerollsThePort(t *testing.T) {
 		}
 		ports[c.Sport] = true
 	}
-	if n := r.probes[2]; n < 3+5*probesToReroll || n > 4+5*probesToReroll {
-		t.Errorf("5 re-rolls after %d probes, want one each %d", n, probesToReroll)
+	// At 8, 16, 32, 64 and 128 unanswered ones: an outage of hours stays within 64 generations.
+	if n := r.probes[2]; n < probesToSuspect+16*probesToReroll || n > probesToSuspect+16*probesToReroll+1 {
+		t.Errorf("5 re-rolls after %d probes, want them after twice as many each time", n)
+	}
+}
+
+func TestPathIsUsedOnlyAfterAFullSizePacketArrived(t *testing.T) {
+	r := newRig(t, 1)
+	r.s.Paths[0].State = PathSuspect
+	r.narrow = true
+	if a := r.tick(us); a.Probe != 1 || a.Full != 0 {
+		t.Fatalf("first asked by probes %b and %b, want the short one alone: the address is not proven", a.Probe, a.Full)
+	}
+	if a := r.tick(us); a.Probe != 1 || a.Full != 1 || len(a.States) != 0 {
+		t.Fatalf("after the answer: probes %b and %b, states %v, want both probes", a.Probe, a.Full, a.States)
+	}
+	r.runFor(3 * ms)
+	if r.s.Paths[0].State != PathSuspect {
+		t.Fatal("short probes alone made the path active")
+	}
+	r.narrow = false
+	r.runUntil(50*ms, func() bool { return r.s.Paths[0].State == PathActive })
+}
+
+func TestMessagesAreCutSmallerIfFullSizePacketsFitNoPath(t *testing.T) {
+	for _, tc := range []struct {
+		name  string
+		begun bool
+		cuts  int
+	}{
+		{"before the first request", false, 2},
+		{"a request has been begun", true, 0},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			r := newRig(t, 2)
+			r.s.Paths[0].State, r.s.Paths[1].State = PathSuspect, PathSuspect
+			r.narrow = true
+			if tc.begun {
+				r.s.MsnNext, r.s.SqTail = 1, 1
+			}
+			var cuts []int
+			for range 500 {
+				if a := r.tick(ms); a.Cut != 0 {
+					cuts = append(cuts, a.Cut)
+				}
+			}
+			if len(cuts) != tc.cuts || tc.cuts == 2 && (cuts[0] != 2048 || cuts[1] != 1024) {
+				t.Errorf("cut to %v, want %d cuts", cuts, tc.cuts)
+			}
+			if len(r.p.tooLong()) != 2 {
+				t.Errorf("paths %v are too narrow, want both", r.p.tooLong())
+			}
+		})
+	}
+}
+
+func TestFailureNamesTheMTUWhenOnlyShortPacketsGetThrough(t *testing.T) {
+	r := newRig(t, 1)
+	r.s.Paths[0].State = PathSuspect
+	r.s.MsnNext, r.s.SqTail = 1, 1
+	r.s.PsnNext++
+	r.narrow = true
+	for range 2500 {
+		r.s.PsnCum = r.s.PsnNext - 1 // what answers are short probes
+		r.s.Paths[0].Heard = r.s.Paths[0].Next - 1
+		r.nowNs += ms
+		if r.s.ProbeOn != 0 {
+			r.s.ProbeOn = 0
+			r.s.Paths[0].Acks++
+			r.s.Paths[0].LastAckNs = r.nowNs
+		}
+		r.apply(r.p.Tick(r.nowNs, &r.s, true))
+	}
+	if r.fails != 1 || !strings.Contains(r.seen.Fail.Error(), "IP packets of 3168 bytes do not get through on path 0") {
+		t.Errorf("%d failures, %v, want one that names the MTU", r.fails, r.seen.Fail)
+	}
+}
+
+func TestPathThatLosesAllButProbesIsGivenUp(t *testing.T) {
+	r := newRig(t, 2)
+	r.tick(ms)
+	for i := range 10 {
+		r.s.Paths[0].Next += 10
+		r.s.Paths[0].Lost += 10
+		r.s.Paths[0].Probes++
+		r.s.Paths[0].PeerPkts++
+		r.s.PsnNext++
+		r.answer(0)
+		r.tick(ms)
+		if r.s.Paths[0].State == PathSuspect {
+			if i > 4 {
+				t.Errorf("given up after %d losses, want soon after %d", 10*(i+1), lossesToDoubt)
+			}
+			return
+		}
+	}
+	t.Error("still active after 100 losses without any data")
+}
+
+func TestLossOfNineOfTenIsNoReasonToGiveAPathUp(t *testing.T) {
+	r := newRig(t, 2)
+	r.tick(ms)
+	for range 100 {
+		r.s.Paths[0].Next += 10
+		r.s.Paths[0].Lost += 9
+		r.s.Paths[0].PeerPkts++
+		r.s.PsnNext++
+		r.answer(0)
+		if r.tick(ms); r.s.Paths[0].State != PathActive {
+			t.Fatal("given up although data arrives")
+		}
+	}
+}
+
+func TestRetryTimeRunsWhileAcksComeAndPsnCumStandsStill(t *testing.T) {
+	for _, tc := range []struct {
+		name   string
+		credit bool
+		fails  int
+	}{
+		{"data outstanding", false, 1},
+		{"waiting for credit", true, 0},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			r := newRig(t, 1)
+			r.s.SqTail, r.s.NoCredit = 1, tc.credit
+			if !tc.credit {
+				r.s.PsnNext++
+			}
+			cum := r.s.PsnCum
+			for range 2500 {
+				r.s.Paths[0].Acks++
+				r.s.Paths[0].LastAckNs = r.nowNs
+				r.s.PsnCum = cum
+				r.tick(ms)
+				r.s.PsnCum = cum
+			}
+			if r.fails != tc.fails {
+				t.Errorf("%d failures in 2.5 s, want %d: %v", r.fails, tc.fails, r.seen.Fail)
+			}
+		})
+	}
+}
+
+func TestPathFarAheadOfItsAnswersBeginsAGeneration(t *testing.T) {
+	r := newRig(t, 2)
+	r.tick(ms)
+	r.s.Paths[0].Next = r.s.Paths[0].Heard + pseqsToReroll
+	if a := r.tick(ms); len(a.Rerolls) != 1 || a.Rerolls[0].Path != 0 {
+		t.Errorf("re-rolls %v, want one of path 0", a.Rerolls)
 	}
 }
 
@@ -713,6 +870,7 @@ func TestDuplicatesAfterLossesRaiseTheTolerance(t *testing.T) {
 			for range 5000 {
 				r.s.Paths[1].Acks++
 				r.s.PsnNext++
+				r.s.PsnCum++
 				r.tick(ms)
 			}
 			if got := r.s.Paths[1].Tolerance; got != 0 {

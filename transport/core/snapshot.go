@@ -51,7 +51,7 @@ type Snapshot struct {
 	NakPsn           uint32
 	NakSyndrome      uint32
 	Fault, FaultPsn  uint32
-	Repairs, ProbeOn uint32 // masks of paths: repairs queued; probe wanted and not sent yet (mr_conn.probe)
+	Repairs, ProbeOn uint32 // masks of paths: repairs queued; a probe of either size wanted and not sent yet
 	Paths            []PathSnapshot
 }
 
@@ -69,6 +69,8 @@ type PathSnapshot struct {
 	PeerPkts, PeerCe   uint32 // this generation
 	PeerDups           uint32 // this generation
 	Lost               uint32
+	Heard              uint32 // highest pseq of this generation that an ACK showed arrived
+	Proofs             uint32 // full-size packets that an ACK showed arrived while the path was not active
 	SentBytes          uint64
 	Sent, Retx, Probes uint32 // data packets, repairs among them, probes
 }
@@ -114,14 +116,17 @@ type PathReroll struct {
 }
 
 // Actions is what the engine is to do, in the order of the fields: states,
-// rerolls, timeouts, sets, and probes last. The slices are valid until the next
+// rerolls, timeouts, sets, the cut, and probes last. The slices are valid until the next
 // Tick.
 type Actions struct {
 	States   []PathStateSet // MR_CTL_SUSPECT
 	Rerolls  []PathReroll   // MR_CTL_REROLL
 	Timeouts []int          // MR_CTL_TIMEOUT: paths
 	Sets     []PathSet      // MR_CTL_PATH
+	Cut      int            // MR_CTL_CUT: bytes of payload that messages are cut into from now on, 0 = as before
+	TooLong  []int          // paths that turned out too narrow for full-size packets: for the log
 	Probe    uint32         // MR_CTL_PROBE: mask of paths, 0 = none
+	Full     uint32         // MR_CTL_PROBE: mask of paths to ask by a full-size probe, right behind the short one
 	// Fail ends the connection; set once, nil otherwise. It is a *RetryExceededError.
 	Fail error
 	// NextNs is when the next Tick is due at the latest if nothing is posted

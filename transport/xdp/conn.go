@@ -239,15 +239,16 @@ func (c *Conn) initial(p core.ConnParams, start core.Actions, up uint32) *loader
 		Qpn: c.qpn, PeerQpn: p.Remote.QPN, RxToken: c.token, TxToken: p.Remote.Token, Pd: c.pd,
 		PathBase: uint32(c.base), Payload: uint16(p.Payload), Npaths: uint8(len(p.Paths)),
 		Tos:   trafficClass(c.e.cfg.DSCP),
-		State: loader.ConnFree, PsnNext: c.psn, PsnCum: c.psn, PsnLimit: c.psn + psnLimit, Active: up,
+		State: loader.ConnFree, PsnNext: c.psn, PsnCum: c.psn, PsnLimit: c.psn + psnLimit, Cut: uint32(p.Payload),
 	}
 	if p.Checksum {
 		w.Checksum = 1
 	}
 	for i, path := range p.Paths {
 		tx := &w.Tx[i]
-		tx.Next, tx.Una, tx.Sport = c.psn, c.psn, path.Sport
+		tx.Next, tx.Una, tx.First, tx.Heard, tx.Sport = c.psn, c.psn, c.psn, c.psn-1, path.Sport
 		tx.Cwnd = 1
+		tx.State = loader.PathSuspect // until a full-size packet has arrived
 		if up>>i&1 == 0 {
 			tx.State = loader.PathDown
 		}

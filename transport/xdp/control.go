@@ -92,7 +92,7 @@ func fillSnapshot(s *core.Snapshot, w *loader.Conn, tail uint32, paths int) {
 	*s = core.Snapshot{
 		State: core.ConnState(w.State), PsnNext: w.PsnNext, PsnCum: w.PsnCum, MsnNext: w.MsnNext, SqTail: tail,
 		Busy: w.Busy != 0, NoCredit: w.NoCredit != 0, Credit: w.Credit, Ordinal: w.Ordinal,
-		NakPsn: w.NakPsn, NakSyndrome: w.NakSyndrome, Fault: w.Fault, FaultPsn: w.FaultPsn, Repairs: w.Repairs, ProbeOn: w.Probe,
+		NakPsn: w.NakPsn, NakSyndrome: w.NakSyndrome, Fault: w.Fault, FaultPsn: w.FaultPsn, Repairs: w.Repairs, ProbeOn: w.Probe | w.ProbeFull | w.Held,
 		Paths: s.Paths[:0],
 	}
 	for i := range w.Tx[:paths] {
@@ -101,7 +101,7 @@ func fillSnapshot(s *core.Snapshot, w *loader.Conn, tail uint32, paths int) {
 			Next: t.Next, Una: t.Una, Cwnd: t.Cwnd, Pace: t.Pace, Gen: t.Gen, State: core.PathState(t.State),
 			Tolerance: t.Tolerance, Sport: t.Sport, LastAckNs: int64(t.LastAckNs),
 			SrttNs: t.SrttNs, MinRttNs: t.MinRttNs, Acks: t.Acks, PeerPkts: t.PeerPkts, PeerCe: t.PeerCe,
-			PeerDups: t.PeerDups, Lost: t.Lost, SentBytes: t.SentBytes, Sent: t.Sent, Retx: t.Retx, Probes: t.Probes,
+			PeerDups: t.PeerDups, Lost: t.Lost, Heard: t.Heard, Proofs: t.Proofs, SentBytes: t.SentBytes, Sent: t.Sent, Retx: t.Retx, Probes: t.Probes,
 		})
 	}
 }
@@ -134,8 +134,18 @@ func (c *Conn) apply(act core.Actions) error {
 			return err
 		}
 	}
-	if act.Probe != 0 {
-		if err := c.control(loader.Ctl{Op: loader.CtlProbe, Value: act.Probe}); err != nil {
+	if act.Cut != 0 {
+		if err := c.control(loader.Ctl{Op: loader.CtlCut, Value: uint32(act.Cut)}); err != nil {
+			return err
+		}
+		c.e.log.Warn("full-size packets get through on no path: smaller ones from now on", "qpn", c.qpn, "payload", act.Cut)
+	}
+	for _, i := range act.TooLong {
+		c.e.log.Warn("path left out: short packets get through, full-size ones do not; the MTU on the way is too small",
+			"qpn", c.qpn, "path", i, "local", c.params.Paths[i].Local, "remote", c.params.Paths[i].Remote)
+	}
+	if act.Probe|act.Full != 0 {
+		if err := c.control(loader.Ctl{Op: loader.CtlProbe, Value: act.Probe, Full: act.Full}); err != nil {
 			return err
 		}
 	}

@@ -100,7 +100,7 @@ int LLVMFuzzerTestOneInput(const __u8 *data, size_t size)
 	memset(placed, 0, sizeof(placed));
 	on_wire = 0;
 	memcpy(&start, data, 4);
-	psn_next = psn_cum = stream.cum = tx.next = tx.una = start;
+	psn_next = psn_cum = stream.cum = tx.next = tx.una = tx.first = start;
 	mr_core_rx_newgen(&rx, 0, start);
 	tx.acked_gen = 0;
 	for (i = 4; i < size; i++) {
@@ -137,8 +137,10 @@ int LLVMFuzzerTestOneInput(const __u8 *data, size_t size)
 			break;
 		case 7: /* timeout, or a new generation that the peer is not too far behind */
 			mr_core_tx_all_lost(&tx);
-			if (arg & 1 && (__u8)(tx.gen - rx.gen) < 64)
+			if (arg & 1 && (__u8)(tx.gen - rx.gen) < 64) {
 				tx.gen++;
+				tx.first = tx.next;
+			}
 			break;
 		}
 	}

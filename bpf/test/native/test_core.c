@@ -158,9 +158,11 @@ static void ack_queues_exactly_what_is_lost(void)
 		if (below(2))
 			p.una = 0xffffffff - below(300);
 		p.next = p.una + flight;
+		p.idle_pseq = p.una - 1;
 		p.tolerance = below(3) ? 0 : below(70);
 		for (k = 0; k < 4; k++) {
 			vec[k] = mr_rand(&rng) | (below(2) ? mr_rand(&rng) : 0);
+			p.probed[k] = mr_rand(&rng) & mr_rand(&rng);
 			before[k] = p.repair[k] = below(2) ? 0 : mr_rand(&rng);
 		}
 		if (!flight)
@@ -178,9 +180,10 @@ static void ack_queues_exactly_what_is_lost(void)
 			if (missing && young)
 				held = k + 1;
 			if (missing && !young) {
+				__u64 data = ~p.probed[slot / 64];
+
 				assert(lost);
-				assert(p.repair[slot / 64] >> (slot & 63) & 1);
-				before[slot / 64] |= 1ull << (slot & 63);
+				before[slot / 64] |= data & 1ull << (slot & 63);
 				lost--;
 			}
 		}
@@ -194,29 +197,33 @@ static void ack_queues_exactly_what_is_lost(void)
 	}
 }
 
-static void all_lost_is_every_slot_in_flight(void)
+static void all_lost_is_every_slot_in_flight_but_those_of_probes(void)
 {
 	int round;
 
 	for (round = 0; round < ROUNDS * 20; round++) {
 		struct mr_tx_path p = { 0 };
-		__u32 flight = below(257), k, count = 0;
+		__u32 flight = below(257), k, count = 0, lost, data = 0;
 
 		p.una = mr_rand(&rng);
 		p.next = p.una + flight;
-		assert(mr_core_tx_all_lost(&p) == flight);
+		for (k = 0; k < 4; k++)
+			p.probed[k] = mr_rand(&rng);
+		lost = mr_core_tx_all_lost(&p);
 		for (k = 0; k < flight; k++) {
 			__u32 slot = (p.next - flight + k) & 255;
+			int probe = p.probed[slot / 64] >> (slot & 63) & 1;
 
-			assert(p.repair[slot / 64] >> (slot & 63) & 1);
+			assert((p.repair[slot / 64] >> (slot & 63) & 1) == !probe);
+			data += !probe;
 		}
 		for (k = 0; k < 4; k++)
 			count += mr_popcount(p.repair[k]);
-		assert(count == flight && p.una == p.next);
+		assert(count == data && lost == data && p.una == p.next);
 	}
 }
 
-/* Repairs that an ACK shows needless are cancelled, and no others. */
+/* Repairs that an ACK shows needless are cancelled, and none from before the generation's first. */
 static void late_ack_cancels_exactly_what_arrived(void)
 {
 	int round;
@@ -224,9 +231,10 @@ static void late_ack_cancels_exactly_what_arrived(void)
 	for (round = 0; round < ROUNDS * 20; round++) {
 		struct mr_tx_path p = { 0 };
 		__u64 vec[4], before[4];
-		__u32 after = below(270), max, k;
+		__u32 after = below(270), max, k, sent = below(2) ? below(300) : 100000;
 
 		p.next = p.una = mr_rand(&rng);
+		p.first = p.next - sent; /* so many transmissions in this generation */
 		max = p.next - 1 - after;
 		for (k = 0; k < 4; k++) {
 			vec[k] = mr_rand(&rng);
@@ -235,7 +243,7 @@ static void late_ack_cancels_exactly_what_arrived(void)
 		mr_core_tx_late(&p, max, vec);
 		for (k = 0; k < 256; k++) { /* descriptor of pseq next - 1 - k */
 			__u32 slot = (p.next - 1 - k) & 255, bit = k - after;
-			int arrived = k >= after && vec[bit / 64 & 3] >> (bit & 63) & 1;
+			int arrived = k >= after && k < sent && vec[bit / 64 & 3] >> (bit & 63) & 1;
 
 			assert((p.repair[slot / 64] >> (slot & 63) & 1) ==
 			       (arrived ? 0 : before[slot / 64] >> (slot & 63) & 1));
@@ -273,11 +281,34 @@ static void generations_compare_serially(void)
 	for (have = 0; have < 256; have++) {
 		assert(mr_core_gen(have, have) == MR_GEN_CURRENT);
 		assert(mr_core_gen(have, have + 1) == MR_GEN_NEW);
-		assert(mr_core_gen(have, have + 127) == MR_GEN_NEW);
+		assert(mr_core_gen(have, have + 64) == MR_GEN_NEW);
+		assert(mr_core_gen(have, have + 65) == MR_GEN_STALE);
+		assert(mr_core_gen(have, have + 127) == MR_GEN_STALE);
 		assert(mr_core_gen(have, have - 1) == MR_GEN_PREVIOUS);
 		assert(mr_core_gen(have, have - 2) == MR_GEN_STALE);
 		assert(mr_core_gen(have, have - 127) == MR_GEN_STALE);
 	}
+}
+
+static void pseq_far_ahead_of_the_newest_is_not_of_the_path(void)
+{
+	struct mr_rx_path p = { .max = 0xffffff00 };
+
+	assert(!mr_core_rx_ahead(&p, p.max + 1));
+	assert(!mr_core_rx_ahead(&p, p.max + 4096));
+	assert(mr_core_rx_ahead(&p, p.max + 4097));
+	assert(mr_core_rx_ahead(&p, p.max + (1u << 30)));
+	assert(!mr_core_rx_ahead(&p, p.max - 5000));
+}
+
+static void only_full_size_packets_prove_a_path(void)
+{
+	assert(mr_core_is_proof(MR_DESC_FULL, 3072));
+	assert(!mr_core_is_proof(MR_DESC_PROBE, 3072));
+	assert(mr_core_is_proof(3072, 3072));
+	assert(mr_core_is_proof(3072 | MR_DESC_AGAIN, 3072));
+	assert(!mr_core_is_proof(3071, 3072));
+	assert(!mr_core_is_proof(0 | MR_DESC_AGAIN, 1024));
 }
 
 static void brake_is_bounded(void)
@@ -337,10 +368,12 @@ int main(void)
 	RUN(refusal_keeps_the_lowest_and_claims_nothing);
 	RUN(vector_shows_what_arrived);
 	RUN(ack_queues_exactly_what_is_lost);
-	RUN(all_lost_is_every_slot_in_flight);
+	RUN(all_lost_is_every_slot_in_flight_but_those_of_probes);
 	RUN(late_ack_cancels_exactly_what_arrived);
 	RUN(first_repair_is_the_oldest);
 	RUN(generations_compare_serially);
+	RUN(pseq_far_ahead_of_the_newest_is_not_of_the_path);
+	RUN(only_full_size_packets_prove_a_path);
 	RUN(brake_is_bounded);
 	RUN(pace_catches_up_a_little_and_never_bursts);
 	RUN(round_trip_smooths_and_ignores_time_that_ran_backwards);
