@@ -315,7 +315,8 @@ func (q *queue) arm() {
 // nothing of the connection is left in the engine afterwards.
 func (c *Conn) finish(err error) {
 	c.once.Do(func() {
-		c.ec.Fail(err) // nothing completes or arrives from here on
+		c.ec.Fail(err)
+		<-c.ec.Failed() // nothing completes or arrives from here on
 		c.mu.Lock()
 		c.settle(err)
 		if f := c.failure; f != nil {

@@ -61,7 +61,8 @@ type engineConn interface {
 	// SentPSN is the psn after the last one sent; RecvPSN the psn below which all has arrived.
 	SentPSN() uint32
 	RecvPSN() uint32
-	// Err is why the connection failed, nil while it has not. Failed is closed then.
+	// Err is why the connection failed, nil while it has not. Failed is closed then, once no packet
+	// is being placed any more.
 	Err() error
 	Failed() <-chan struct{}
 	// Fail ends the connection for the given reason: nothing is sent or accepted any more.

@@ -437,7 +437,8 @@ func (c *Conn) Err() error {
 // Failed is closed when the connection fails.
 func (c *Conn) Failed() <-chan struct{} { return c.failed }
 
-// Fail ends the connection: nothing is sent or accepted any more. The first reason counts.
+// Fail ends the connection: nothing is sent or accepted any more. The first reason counts. Failed is
+// closed a little later, when no packet that was being placed is left.
 func (c *Conn) Fail(err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -451,8 +452,13 @@ func (c *Conn) Fail(err error) {
 		}
 	}
 	c.over.Store(true)
-	close(c.failed)
-	c.notify()
+	c.e.fencing.Go(func() {
+		if err := c.e.waitForReaders(); err != nil {
+			c.e.log.Error("packets may still be placed", "qpn", c.qpn, "error", err)
+		}
+		close(c.failed)
+		c.notify()
+	})
 }
 
 // Close frees the slot, the paths and the queues, after no CPU uses them any more. What was

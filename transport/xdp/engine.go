@@ -21,6 +21,7 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/ringbuf"
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
@@ -109,6 +110,9 @@ type Engine struct {
 	regionSet map[*Region]struct{}
 	broken    error // why the engine works no more
 
+	fence   *ebpf.Map      // see waitForReaders
+	fencing sync.WaitGroup // connections that wait for readers
+
 	poke chan struct{}
 	stop chan struct{}
 	wg   sync.WaitGroup
@@ -163,6 +167,9 @@ func Open(ctx context.Context, cfg Config) (_ *Engine, err error) {
 	e.pool = &ranges{used: make([]bool, e.reg.PathPool)}
 	e.conns = make([]atomic.Pointer[Conn], e.reg.MaxConns)
 	if err = e.mapRegisters(); err != nil {
+		return nil, err
+	}
+	if e.fence, err = e.reg.NewRegionMap(1); err != nil {
 		return nil, err
 	}
 	for _, p := range e.planes {
@@ -287,6 +294,16 @@ func (e *Engine) Planes() []core.PlaneAddr {
 // MaxPayload is the largest payload that every plane's MTU takes, or the configured one, in bytes.
 func (e *Engine) MaxPayload() int { return e.payload }
 
+// waitForReaders returns when every run of a program that began before has ended: the kernel waits
+// for that at each change of a map of maps. Region index 0 is never handed out, so its entry serves.
+func (e *Engine) waitForReaders() error {
+	var unused uint32
+	if err := e.reg.Mem.Put(&unused, e.fence); err != nil {
+		return fmt.Errorf("wait for packets that are being placed: %w", err)
+	}
+	return nil
+}
+
 // nudge makes the control loop look at once.
 func (e *Engine) nudge() {
 	select {
@@ -356,6 +373,10 @@ func (e *Engine) close() error {
 	for _, c := range conns {
 		c.Fail(errClosed)
 		errs = append(errs, c.Close())
+	}
+	e.fencing.Wait()
+	if e.fence != nil {
+		errs = append(errs, e.fence.Close())
 	}
 	close(e.stop)
 	if e.router != nil {
