@@ -8,7 +8,6 @@ struct mr_in {
 	struct mr_view v;
 	__u32 slot, path;
 	struct mr_conn *c;
-	struct mr_path *pp;
 	struct mr_counters *ctr;
 };
 
@@ -18,6 +17,7 @@ struct mr_ackinfo {
 	__u32 pseq_max, cum, limit, nak_psn, pkts, ce, dups, credit;
 	__u64 vec[4];
 	__u8 path, gen, flags, syndrome, tos, checksum;
+	__u8 seen; /* MR_SEEN_*: what the packet that is answered was to its path */
 };
 
 struct mr_l4ack {
@@ -179,7 +179,8 @@ static __attribute__((noinline)) int mr_ack_in(struct mr_in *in, struct mr_l4ack
 	__u32 slot = in->slot, path = in->path, udp_len = in->v.udp_len;
 	struct mr_counters *ctr = in->ctr;
 	struct mr_conn *c = in->c;
-	struct mr_path *pp = in->pp;
+	__u32 index = c->path_base + path;
+	struct mr_path *pp = bpf_map_lookup_elem(&mr_path, &index);
 	__u32 max, cum, x, lost = 0, marks = 0;
 	struct mr_qpage *page = mr_qpage(slot);
 	__u8 gen = f->ack.gen;

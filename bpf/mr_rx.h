@@ -39,23 +39,27 @@ static __always_inline __u32 mr_check_region(const struct mr_region *r, __u32 rk
 	return MR_SYN_REMOTE_ACCESS;
 }
 
+/* How a packet met its path: mr_ackinfo.seen, since 6.1 gives three calls 512 bytes of stack. */
+#define MR_SEEN_OOO 1   /* not the next one */
+#define MR_SEEN_AHEAD 2 /* too far ahead: it did not enter */
+
 /* The path half of an arrival, under the lock. Returns 1 if an ACK is due at once. */
 static __always_inline int mr_rx_enter(struct mr_rx_path *p, enum mr_gen gen, __u8 pgen, __u32 pseq,
-				       __u32 ce, int *ooo, int *ahead)
+				       __u32 ce, __u8 *seen)
 {
 	if (gen == MR_GEN_PREVIOUS)
 		return 0;
 	if (gen == MR_GEN_NEW)
 		mr_core_rx_newgen(p, pgen, pseq);
 	if (mr_core_rx_ahead(p, pseq)) {
-		*ahead = 1;
+		*seen = MR_SEEN_AHEAD;
 		return 1; /* the ACK tells the sender where its path stands */
 	}
-	*ooo = mr_core_rx_pseq(p, pseq);
-	p->ooo += *ooo;
+	*seen = mr_core_rx_pseq(p, pseq); /* MR_SEEN_OOO or 0 */
+	p->ooo += *seen;
 	p->pkts++;
 	p->ce += ce;
-	return *ooo || ce || gen == MR_GEN_NEW || ++p->since >= MR_ACK_EVERY;
+	return *seen || ce || gen == MR_GEN_NEW || ++p->since >= MR_ACK_EVERY;
 }
 
 static __always_inline int mr_answer(struct xdp_md *ctx, const struct mr_view *v,
@@ -82,7 +86,6 @@ static __attribute__((noinline)) int mr_rx_probe(struct xdp_md *ctx, struct mr_i
 	struct mr_ackinfo k = {};
 	__u32 pseq = bpf_ntohl(f->dh.pseq);
 	__u8 pgen = f->dh.gen;
-	int ooo = 0, ahead = 0;
 	enum mr_gen gen;
 
 	if (f->dh.ver_ext != MR_VER_EXT(MR_EXT_PROBE) || (f->dh.flags & ~MR_F_MORE)) {
@@ -106,7 +109,7 @@ static __attribute__((noinline)) int mr_rx_probe(struct xdp_md *ctx, struct mr_i
 	bpf_spin_lock(&c->lock);
 	gen = mr_core_gen(p->gen, pgen);
 	if (gen != MR_GEN_STALE) {
-		mr_rx_enter(p, gen, pgen, pseq, v->ce, &ooo, &ahead);
+		mr_rx_enter(p, gen, pgen, pseq, v->ce, &k.seen);
 		p->since = 0;
 		p->sport = v->sport;
 	}
@@ -117,8 +120,8 @@ static __attribute__((noinline)) int mr_rx_probe(struct xdp_md *ctx, struct mr_i
 		return XDP_DROP;
 	}
 	ctr->rcvd_probes++;
-	ctr->out_of_sequence += ooo;
-	ctr->pseq_ahead += ahead;
+	ctr->out_of_sequence += k.seen & MR_SEEN_OOO;
+	ctr->pseq_ahead += k.seen / MR_SEEN_AHEAD;
 	ctr->np_ecn_marked_roce_packets += v->ce;
 	k.peer_qpn = c->peer_qpn;
 	k.token = c->tx_token;
@@ -142,7 +145,7 @@ static __attribute__((noinline)) int mr_rx_write(struct xdp_md *ctx, struct mr_i
 	struct mr_ackinfo k = {};
 	struct mr_region *region;
 	enum mr_verdict verdict;
-	int ack, ooo = 0, ahead = 0;
+	int ack;
 	__u64 addr, *why = 0;
 	enum mr_gen gen;
 	__u8 pgen;
@@ -259,8 +262,8 @@ static __attribute__((noinline)) int mr_rx_write(struct xdp_md *ctx, struct mr_i
 	}
 	ack = verdict != MR_NEW || (flags & MR_F_LAST) || ask;
 	if (verdict != MR_REFUSED && gen != MR_GEN_STALE) {
-		ack |= mr_rx_enter(p, gen, pgen, pseq, v->ce, &ooo, &ahead);
-		p->dups += verdict == MR_DUP && gen != MR_GEN_PREVIOUS && !ahead;
+		ack |= mr_rx_enter(p, gen, pgen, pseq, v->ce, &k.seen);
+		p->dups += verdict == MR_DUP && gen != MR_GEN_PREVIOUS && k.seen != MR_SEEN_AHEAD;
 		p->sport = v->sport;
 	}
 	k.cum = c->rxs.cum;
@@ -285,8 +288,8 @@ static __attribute__((noinline)) int mr_rx_write(struct xdp_md *ctx, struct mr_i
 	} else if (verdict == MR_DUP) {
 		ctr->duplicate_request++;
 	}
-	ctr->out_of_sequence += ooo;
-	ctr->pseq_ahead += ahead;
+	ctr->out_of_sequence += k.seen & MR_SEEN_OOO;
+	ctr->pseq_ahead += k.seen / MR_SEEN_AHEAD;
 	ctr->np_ecn_marked_roce_packets += v->ce;
 	if (gen == MR_GEN_PREVIOUS)
 		ctr->prev_generation++;
@@ -395,7 +398,6 @@ static __always_inline int mr_rx_main(struct xdp_md *ctx)
 	in.slot = slot;
 	in.path = path;
 	in.c = c;
-	in.pp = pp;
 	in.ctr = ctr;
 	if (opcode == MR_OP_ACK) {
 		struct mr_l4ack *a = (void *)f;

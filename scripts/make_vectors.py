@@ -279,6 +279,10 @@ def probes():
              answer=ack_fields(flags=1, path=2, gen=0, ts=0x55667788, pseq_max=0x208))
         good(f"probe_vlan_{fam}", "a probe on a tagged link", probe(v6, vlan=1))
         good(f"probe_nocsum_{fam}", "a probe with checksum: off", probe(v6, no_checksum=True))
+        good(f"probe_full_{fam}", "a full-size probe: zeros up to the length of the longest data packet",
+             probe(v6, payload=bytes(3072 + 24).hex()),
+             answer=ack_fields(flags=1, path=2, gen=0, ts=0x55667788, pseq_max=0x208))
+        good(f"probe_padded_{fam}", "a probe with some padding", probe(v6, payload=bytes(8).hex()))
     good("probe_more", "a probe of a sender that waits for windows", probe(flags=MORE, data={"backlog": 63}))
     good("probe_wrap", "pseq and next psn 0", probe(data={"pseq": 0, "psn": 0}))
     good("probe_sum_zero", "the sum comes out as 0 and is sent as 0xffff", sum_to_zero(probe(), "data", "ts"))
@@ -381,7 +385,8 @@ def refusals():
     for bit in (0x02, 0x04, 0x08, 0x10, 0x20, 0x40, 0x80):
         bad(f"bad_ack_flag_{bit:02x}", "header", f"an ACK with flag {bit:#x}: reserved or unknown",
             resum(ack(), lambda b, x=bit: patch(b, 14, bytes([x]))))
-    bad("bad_probe_payload", "header", "a probe with 8 bytes of payload", resum(probe(), lambda b: b + bytes(8)))
+    bad("bad_probe_padding", "payload", "a probe longer than the longest data packet",
+        frame(probe(payload=bytes(3072 + 25).hex())))
     bad("bad_probe_ext", "header", "a probe with a header too many",
         resum(probe(), lambda b: patch(b, 15, b"\x11") + bytes(8)))
     bad("bad_ack_payload", "header", "an ACK with 4 bytes behind it", resum(ack(), lambda b: b + bytes(4)))

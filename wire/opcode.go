@@ -26,23 +26,23 @@ type OpInfo struct {
 	Name     string
 	Reserved bool  // known by name, refused in this version
 	Request  bool  // takes a psn, is placed, acknowledged and repaired
-	Payload  bool  // may carry payload
+	Most     int   // bytes behind the headers: payload, or a probe's padding
 	Ext      int   // units of 8 bytes between the first 32 and the payload, flags apart
 	Flags    uint8 // allowed; everything else is refused
 }
 
 var opcodes = [256]OpInfo{
 	OpWrite: {
-		Name: "WRITE", Request: true, Payload: true, Ext: RETHLen / 8,
+		Name: "WRITE", Request: true, Most: MaxPayload, Ext: RETHLen / 8,
 		Flags: FlagRetx | FlagLast | FlagImm | FlagMore,
 	},
-	OpSend:           {Name: "SEND", Reserved: true, Request: true, Payload: true},
+	OpSend:           {Name: "SEND", Reserved: true, Request: true, Most: MaxPayload},
 	OpReadRequest:    {Name: "READ_REQUEST", Reserved: true, Request: true},
-	OpReadResponse:   {Name: "READ_RESPONSE", Reserved: true, Request: true, Payload: true},
+	OpReadResponse:   {Name: "READ_RESPONSE", Reserved: true, Request: true, Most: MaxPayload},
 	OpAtomicRequest:  {Name: "ATOMIC_REQUEST", Reserved: true, Request: true},
 	OpAtomicResponse: {Name: "ATOMIC_RESPONSE", Reserved: true, Request: true},
 	OpACK:            {Name: "ACK", Ext: extACK, Flags: AckFlagProbe},
-	OpProbe:          {Name: "PROBE", Flags: FlagMore},
+	OpProbe:          {Name: "PROBE", Most: MaxPadding, Flags: FlagMore},
 }
 
 // Info is the opcode's row of the table; false if the opcode is unknown or reserved, in

@@ -28,7 +28,7 @@ type Packet struct {
 	RETH           RETH
 	Imm            Imm
 	ACK            ACK
-	Payload        []byte
+	Payload        []byte // a probe's: its padding
 }
 
 // HeaderLen is the length in bytes of all that precedes the payload.
@@ -79,11 +79,11 @@ func (p *Packet) check() error {
 	if err := checkFlags(p.BTH.Opcode, p.flags(), extOf(i, p.flags())); err != nil {
 		return err
 	}
-	if !i.Payload && len(p.Payload) > 0 {
-		return fmt.Errorf("%v with %d bytes of payload, want none: %w", p.BTH.Opcode, len(p.Payload), ErrHeader)
-	}
-	if len(p.Payload) > MaxPayload {
-		return fmt.Errorf("payload %d bytes, at most %d: %w", len(p.Payload), MaxPayload, ErrPayload)
+	if len(p.Payload) > i.Most {
+		if i.Most == 0 {
+			return fmt.Errorf("%v with %d bytes of payload, want none: %w", p.BTH.Opcode, len(p.Payload), ErrHeader)
+		}
+		return fmt.Errorf("%v with %d bytes behind its headers, at most %d: %w", p.BTH.Opcode, len(p.Payload), i.Most, ErrPayload)
 	}
 	return nil
 }

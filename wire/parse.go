@@ -149,11 +149,11 @@ func parse(frame []byte, port uint16) (p Packet, err error) {
 		return p, err
 	}
 	p.Payload = frame[body:]
-	if !i.Payload && len(p.Payload) > 0 {
-		return p, fmt.Errorf("%v with %d bytes of payload, want none: %w", p.BTH.Opcode, len(p.Payload), ErrHeader)
-	}
-	if len(p.Payload) > MaxPayload {
-		return p, fmt.Errorf("payload %d bytes, at most %d: %w", len(p.Payload), MaxPayload, ErrPayload)
+	if len(p.Payload) > i.Most {
+		if i.Most == 0 {
+			return p, fmt.Errorf("%v with %d bytes of payload, want none: %w", p.BTH.Opcode, len(p.Payload), ErrHeader)
+		}
+		return p, fmt.Errorf("%v with %d bytes behind its headers, at most %d: %w", p.BTH.Opcode, len(p.Payload), i.Most, ErrPayload)
 	}
 	if err := p.parseOp(frame[l.Header:]); err != nil {
 		return p, err

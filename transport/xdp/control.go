@@ -140,9 +140,9 @@ func (c *Conn) apply(act core.Actions) error {
 		}
 		c.e.log.Warn("full-size packets get through on no path: smaller ones from now on", "qpn", c.qpn, "payload", act.Cut)
 	}
-	for _, i := range act.TooLong {
-		c.e.log.Warn("path left out: short packets get through, full-size ones do not; the MTU on the way is too small",
-			"qpn", c.qpn, "path", i, "local", c.params.Paths[i].Local, "remote", c.params.Paths[i].Remote)
+	if len(act.TooLong) > 0 {
+		c.e.log.Warn("paths left out: short packets get through, full-size ones do not; the MTU on the way is too small",
+			"qpn", c.qpn, "paths", act.TooLong)
 	}
 	if act.Probe|act.Full != 0 {
 		if err := c.control(loader.Ctl{Op: loader.CtlProbe, Value: act.Probe, Full: act.Full}); err != nil {

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+
+	"github.com/metaroce/metaroce/fabric/lab"
+	"github.com/metaroce/metaroce/loader"
+	"github.com/metaroce/metaroce/transport"
+)
+
+// setPlaneMTU changes an interface of a lab's host until the end of the test.
+func setPlaneMTU(t *testing.T, l *lab.Lab, host, plane, mtu int) {
+	t.Helper()
+	set := func(mtu int) (was int, err error) {
+		err = l.Do(host, func() error {
+			link, err := netlink.LinkByName(l.Interfaces(host)[plane])
+			if err != nil {
+				return err
+			}
+			was = link.Attrs().MTU
+			return netlink.LinkSetMTU(link, mtu)
+		})
+		return was, err
+	}
+	was, err := set(mtu)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if _, err := set(was); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// repairsSince is how many repairs a host has sent since before, of how many packets.
+func repairsSince(t *testing.T, h *host, before loader.Counters) (repairs, sent uint64) {
+	t.Helper()
+	now := h.counters(t)
+	return now.Retransmits - before.Retransmits, now.SentPkts - before.SentPkts
+}
+
+// The most repairs of an outage: what was under way on every path, twice, and the probes that carry data.
+const mostRepairsOfAnOutage = 2*8*256 + 400
+
+func TestPathThatDropsFullSizePacketsAndAnswersProbesIsLeftOut(t *testing.T) {
+	for _, c := range fewer(1, []struct {
+		name  string
+		later bool // the MTU shrinks in mid-transfer
+	}{
+		{"from the beginning", false},
+		{"in mid-transfer", true},
+	}) {
+		t.Run(c.name, func(t *testing.T) {
+			l := newLab(t, lab.Config{Planes: 2})
+			h := openPair(t, l, transport.Config{})
+			if !c.later {
+				setPlaneMTU(t, l, 1, 1, 1500)
+			}
+			conn := connect(t, h[0], h[1])
+			d := newDirection(t, h[0], h[1], conn[0], conn[1], 1, mixed(1, pick[uint64](16<<20, 200<<10)))
+			before := h[0].counters(t)
+			traffic := keepBusy(t, d)
+			traffic.waitFor(t, "a transfer", func() bool { return traffic.rounds() > 0 })
+			if c.later {
+				setPlaneMTU(t, l, 1, 1, 1500)
+			}
+			traffic.waitFor(t, "the narrow plane given up", func() bool {
+				r := h[0].register(t, conn[0])
+				for _, path := range onPlane(conn[0], 1) {
+					if r.Tx[path].State != loader.PathSuspect {
+						return false
+					}
+				}
+				return true
+			})
+			n := traffic.rounds()
+			traffic.waitFor(t, "transfers over the other plane", func() bool { return traffic.rounds() > n+2 })
+			traffic.stop(t)
+			repairs, sent := repairsSince(t, h[0], before)
+			t.Logf("%d repairs of %d packets", repairs, sent)
+			if most := sent/1000 + mostRepairsOfAnOutage; repairs > most {
+				t.Errorf("%d repairs of %d packets, want at most %d", repairs, sent, most)
+			}
+		})
+	}
+}
+
+func TestMessagesAreCutToWhatFitsIfNoPathTakesMore(t *testing.T) {
+	l := newLab(t, lab.Config{Planes: 1})
+	h := openPair(t, l, transport.Config{})
+	setPlaneMTU(t, l, 1, 0, 1500)
+	conn := connect(t, h[0], h[1])
+	d := newDirection(t, h[0], h[1], conn[0], conn[1], 1, mixed(1, pick[uint64](4<<20, 100<<10)))
+	exchange(t, d)
+	if got := h[0].register(t, conn[0]).Cut; got != 1024 {
+		t.Errorf("messages are cut into %d bytes, want 1024 with an MTU of 1500", got)
+	}
+	if repairs, sent := repairsSince(t, h[0], loader.Counters{}); repairs > sent/1000+8 {
+		t.Errorf("%d repairs of %d packets, want hardly any", repairs, sent)
+	}
+}
+
+func TestConnectionThatCannotSendFullSizePacketsAnyMoreFailsAndNamesTheMTU(t *testing.T) {
+	l := newLab(t, lab.Config{Planes: 1})
+	h := openPair(t, l, transport.Config{})
+	conn := connect(t, h[0], h[1])
+	d := newDirection(t, h[0], h[1], conn[0], conn[1], 1, []uint64{1 << 20, 1 << 20})
+	run(t, d)
+	setPlaneMTU(t, l, 1, 0, 1500)
+	before := h[0].counters(t)
+	for i := range 2 {
+		if err := d.post(i); err != nil {
+			t.Fatal(err)
+		}
+	}
+	select {
+	case <-conn[0].Done():
+	case <-time.After(patience):
+		t.Fatal("the connection hangs")
+	}
+	if err := conn[0].Err(); err == nil || !strings.Contains(err.Error(), "IP packets of 3168 bytes do not get through") {
+		t.Errorf("connection's error %v, want one that names the MTU", err)
+	}
+	repairs, _ := repairsSince(t, h[0], before)
+	t.Logf("%d repairs until then", repairs)
+	if repairs > mostRepairsOfAnOutage {
+		t.Errorf("%d repairs, want at most %d", repairs, mostRepairsOfAnOutage)
+	}
+}
+
+func TestTransferGoesOnSoonAfterAnOutageOfAllPaths(t *testing.T) {
+	for _, c := range fewer(1, []struct {
+		outage time.Duration
+		paths  int
+	}{
+		{10 * time.Second, 8},
+		{time.Second, 8},
+		{300 * time.Millisecond, 8},
+		{300 * time.Millisecond, 1},
+	}) {
+		t.Run(fmt.Sprintf("%v, paths %d", c.outage, c.paths), func(t *testing.T) {
+			const planes = 2
+			l := newLab(t, lab.Config{Planes: min(planes, c.paths)})
+			h := openPair(t, l, transport.Config{Paths: c.paths, RetryTime: time.Minute})
+			conn := connect(t, h[0], h[1])
+			d := newDirection(t, h[0], h[1], conn[0], conn[1], 1, mixed(1, pick[uint64](16<<20, 200<<10)))
+			before := h[0].counters(t)
+			traffic := keepBusy(t, d)
+			traffic.waitFor(t, "a transfer", func() bool { return traffic.rounds() > 0 })
+			for plane := range min(planes, c.paths) {
+				pullPlane(t, l, plane)
+			}
+			time.Sleep(c.outage) // what is tested: so long nothing gets through
+			placed := h[1].counters(t).RcvdPkts
+			for plane := range min(planes, c.paths) {
+				if err := l.PlaneUp(plane); err != nil {
+					t.Fatal(err)
+				}
+			}
+			start := time.Now()
+			traffic.waitFor(t, "data flowing again", func() bool { return h[1].counters(t).RcvdPkts > placed+300 })
+			took := time.Since(start)
+			n := traffic.rounds()
+			traffic.waitFor(t, "transfers after the outage", func() bool { return traffic.rounds() > n+1 })
+			traffic.stop(t)
+			repairs, sent := repairsSince(t, h[0], before)
+			t.Logf("data flowed %v after the network did; %d repairs of %d packets", took, repairs, sent)
+			if most := sent/1000 + mostRepairsOfAnOutage; repairs > most {
+				t.Errorf("%d repairs of %d packets, want at most %d", repairs, sent, most)
+			}
+		})
+	}
+}
