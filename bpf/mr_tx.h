@@ -135,8 +135,9 @@ static __always_inline int mr_tx_pick(struct mr_conn *c, __u64 now, int data,
 /* What the frame will be, decided under the lock. */
 struct mr_packet {
 	struct mr_desc d;
-	__u32 pseq, psn_next, sport, flags, ask;
-	__u8 gen, job, path;
+	__u32 pseq, sport, flags, ask;
+	__u32 cut, peer_qpn, token, ts;
+	__u8 gen, job, path, pad;
 };
 
 /* A suspect path has at most so much unanswered; then it counts as lost, and makes room. */
@@ -292,7 +293,7 @@ static __always_inline int mr_tx_commit(struct mr_conn *c, struct mr_path *pp, s
 		c->unasked &= ~(1u << path);
 	else
 		c->unasked |= 1u << path;
-	k->psn_next = c->psn_next;
+	k->cut = c->cut;
 	k->gen = p->gen;
 	k->path = path;
 	k->sport = p->sport;
@@ -319,24 +320,33 @@ __attribute__((noinline)) int mr_tx_pad(struct xdp_md *ctx, __u32 at, __u32 len)
 	return bpf_xdp_store_bytes(ctx, at, zero->b, MR_BOUND4K(len));
 }
 
-/* Writes the frame: every byte of every header, since pages come back as others left them. */
-static __always_inline int mr_tx_build(struct xdp_md *ctx, struct mr_conn *c, struct mr_path *pp,
-				       struct mr_req *r, struct mr_packet *k, __u64 now)
+/*
+ * Writes the frame: every byte of every header, since pages come back as others left them.
+ * Global, so that it is verified once and not behind each way through mr_tx_commit.
+ */
+__attribute__((noinline)) int mr_tx_build(struct xdp_md *ctx, struct mr_path *pp, struct mr_req *r,
+					  struct mr_packet *k)
 {
-	__u32 l4 = pp->l4_off & 63, l3 = pp->l3_off & 31, len, hdr, ext, flags = k->flags, udp_len;
-	int have = bpf_xdp_get_buff_len(ctx);
+	__u32 l4, l3, len, hdr, ext, flags, udp_len;
 	volatile __u64 *from;
 	struct mr_l4dh *f;
 	void *data, *end;
 	__u64 *to;
 	__u32 i;
+	int have;
 
+	if (!pp || !r || !k)
+		return -1;
+	have = bpf_xdp_get_buff_len(ctx);
+	l4 = pp->l4_off & 63;
+	l3 = pp->l3_off & 31;
+	flags = k->flags;
 	if (k->job == MR_JOB_PROBE) {
 		ext = MR_EXT_PROBE;
 		hdr = sizeof(struct mr_l4dh);
 		len = 0;
 		if (k->d.len == MR_DESC_FULL) /* as long as the longest data packet */
-			len = sizeof(struct mr_l4imm) - hdr + c->cut;
+			len = sizeof(struct mr_l4imm) - hdr + k->cut;
 	} else {
 		len = k->d.len;
 		ext = MR_EXT_WRITE;
@@ -399,16 +409,16 @@ static __always_inline int mr_tx_build(struct xdp_md *ctx, struct mr_conn *c, st
 	f->bth.opcode = k->job == MR_JOB_PROBE ? MR_OP_PROBE : MR_OP_WRITE;
 	f->bth.flags = 0;
 	f->bth.pkey = bpf_htons(MR_PKEY_DEFAULT);
-	f->bth.qpn = bpf_htonl(c->peer_qpn);
+	f->bth.qpn = bpf_htonl(k->peer_qpn);
 	f->bth.apsn = bpf_htonl((k->d.psn & MR_PSN24) | (k->ask ? MR_BTH_ACKREQ : 0));
 	f->dh.path = k->path;
 	f->dh.gen = k->gen;
 	f->dh.flags = flags;
 	f->dh.ver_ext = MR_VER_EXT(ext);
-	f->dh.token = bpf_htonl(c->tx_token);
+	f->dh.token = bpf_htonl(k->token);
 	f->dh.pseq = bpf_htonl(k->pseq);
 	f->dh.psn = bpf_htonl(k->d.psn);
-	f->dh.ts = bpf_htonl((__u32)now);
+	f->dh.ts = bpf_htonl(k->ts);
 	f->dh.stream = 0;
 	f->dh.backlog = 0;
 	f->dh.msn = 0;
@@ -518,6 +528,10 @@ static __always_inline int mr_tx_conn(struct xdp_md *ctx, struct mr_pump *pump, 
 	choice.source &= MR_MAX_PATHS - 1;
 	MR_OPAQUE(choice.path);
 	MR_OPAQUE(choice.source);
+	/* or mr_tx_commit is walked once for each way of choosing */
+	MR_OPAQUE(choice.job);
+	MR_OPAQUE(choice.idle);
+	MR_OPAQUE(choice.full);
 	choice.path &= MR_MAX_PATHS - 1;
 	choice.source &= MR_MAX_PATHS - 1;
 	index = c->path_base + choice.path;
@@ -545,7 +559,10 @@ static __always_inline int mr_tx_conn(struct xdp_md *ctx, struct mr_pump *pump, 
 		__sync_lock_test_and_set(&e->valid, MR_VALID(r->msn));
 	}
 	/* what cannot be built is lost on the way: the path's order shows it */
-	udp_len = mr_tx_build(ctx, c, pp, r, &k, now);
+	k.peer_qpn = c->peer_qpn;
+	k.token = c->tx_token;
+	k.ts = now;
+	udp_len = mr_tx_build(ctx, pp, r, &k);
 	if (udp_len < 0) {
 		ctr->tx_error++;
 		if (udp_len == -MR_FAULT_LOC_PROT)
