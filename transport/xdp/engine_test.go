@@ -185,8 +185,8 @@ func refusedRequestSaysWhyAndTheConnectionFails(t *testing.T, e [2]*Engine) {
 			}
 			select {
 			case <-conn[0].Failed():
-			default:
-				t.Error("the connection goes on")
+			case <-time.After(20 * time.Second):
+				t.Fatal("the connection goes on")
 			}
 			re, ok := errors.AsType[*RequestError](conn[0].Err())
 			if !ok || re.Status != c.status || re.Remote != c.remote {

@@ -416,8 +416,8 @@ func TestInitialStateHasEveryPathAtTheAgreedSequence(t *testing.T) {
 	if w.Tx[1].Cwnd != 9 || w.Tx[1].Pace != 100 || w.Tx[1].PaceMax != 200 {
 		t.Errorf("path 1 %+v, want what the policy said", w.Tx[1])
 	}
-	if w.Active != 0b01 || w.Tx[0].State != loader.PathActive || w.Tx[1].State != loader.PathDown {
-		t.Errorf("active %b, states %d and %d; want path 1 down", w.Active, w.Tx[0].State, w.Tx[1].State)
+	if w.Active != 0 || w.Tx[0].State != loader.PathSuspect || w.Tx[1].State != loader.PathDown {
+		t.Errorf("active %b, states %d and %d; want path 0 to be proven and path 1 down", w.Active, w.Tx[0].State, w.Tx[1].State)
 	}
 }
 
