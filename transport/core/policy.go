@@ -71,7 +71,8 @@ type Policy struct {
 	// promised by more than maxStopNs adds only that much.
 	clockNs         int64
 	lastNs, dueNs   int64 // of the engine's clock: last Tick, and the next one as promised
-	retryNs         int64 // time without an answer
+	retryNs         int64 // time without an answer, or with data outstanding and no progress
+	stuck           bool  // data was outstanding at the last tick
 	cum             uint32
 	heardNs         int64 // clockNs when any path last heard the peer
 	keepaliveNs     int64 // clockNs of the last keepalive probe
@@ -428,7 +429,9 @@ func (p *Policy) keepalive(s *Snapshot, waiting bool) {
 func (p *Policy) retry(nowNs, dtNs int64, s *Snapshot, pumpRan, waiting, heard bool) {
 	// What was posted and cannot leave because no path may carry it is outstanding, too.
 	stuck := s.PsnNext != s.PsnCum || waiting && !s.NoCredit && !s.anyActive()
-	if s.PsnCum != p.cum || heard && !stuck {
+	begins := stuck && !p.stuck // this tick may come long after the last one, and the data just now
+	p.stuck = stuck
+	if begins || s.PsnCum != p.cum || heard && !stuck {
 		p.retryNs = 0
 		return
 	}

@@ -562,6 +562,17 @@ func TestRetryTimeRunsWhileAcksComeAndPsnCumStandsStill(t *testing.T) {
 	}
 }
 
+func TestIdleTimeDoesNotCountAgainstDataPostedAfterIt(t *testing.T) {
+	r := newRig(t, 2)
+	r.tick(ms)
+	r.nowNs += 5 * sec
+	r.s.PsnNext++ // sent just now
+	r.s.SqTail, r.s.MsnNext = 1, 1
+	if r.tick(ms); r.fails != 0 {
+		t.Errorf("failed right after the first packet left: %v", r.seen.Fail)
+	}
+}
+
 func TestPathFarAheadOfItsAnswersBeginsAGeneration(t *testing.T) {
 	r := newRig(t, 2)
 	r.tick(ms)
