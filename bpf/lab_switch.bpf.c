@@ -186,7 +186,7 @@ static __always_inline int lab_flood(const struct lab_port *port, struct lab_cou
 	return bpf_redirect_map(ports, 0, BPF_F_BROADCAST | BPF_F_EXCLUDE_INGRESS);
 }
 
-SEC("xdp")
+SEC("xdp.frags")
 int mr_lab_switch(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
@@ -195,7 +195,7 @@ int mr_lab_switch(struct xdp_md *ctx)
 	struct lab_count *count;
 	struct lab_plane *plane;
 	struct lab_port *port;
-	__u64 entropy = 0;
+	__u64 entropy = 0, bytes = bpf_xdp_get_buff_len(ctx);
 
 	port = bpf_map_lookup_elem(&mr_lab_ports, &ifindex);
 	if (!port || !port->used)
@@ -207,7 +207,7 @@ int mr_lab_switch(struct xdp_md *ctx)
 	if (!plane || !count)
 		return XDP_DROP;
 	count->packets++;
-	count->bytes += end - data;
+	count->bytes += bytes;
 
 	if (plane->flags & LAB_P_DOWN) {
 		count->down++;
@@ -235,7 +235,7 @@ int mr_lab_switch(struct xdp_md *ctx)
 				return XDP_DROP;
 		}
 		if (plane->flags & LAB_P_QUEUE &&
-		    !lab_pass_queue(plane, &pkt, egress, end - data, count))
+		    !lab_pass_queue(plane, &pkt, egress, bytes, count))
 			return XDP_DROP;
 		/* After the mark, which reads the header: a corrupted one must stay so. */
 		if (actions & LAB_A_CORRUPT) {
@@ -260,7 +260,7 @@ forward:
 }
 
 /* The far end of the detour: back on the way that the MAC says. */
-SEC("xdp")
+SEC("xdp.frags")
 int mr_lab_detour(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;

@@ -24,8 +24,11 @@
 #include "mr_tx.h"
 #include "mr_ctl.h"
 
-/* Every packet that comes in: ours are placed or digested, the rest passes. */
-SEC("xdp")
+/*
+ * Every packet that comes in: ours are placed or digested, the rest passes. With
+ * frags, so that drivers take it at any MTU: somebody else's jumbo frames pass.
+ */
+SEC("xdp.frags")
 int mr_rx(struct xdp_md *ctx)
 {
 	return mr_rx_main(ctx);

@@ -15,6 +15,8 @@ struct mr_view {
 	__u32 pseudo;         /* pseudo header's sum, length included */
 	__u32 src[4], dst[4]; /* network order; IPv4 mapped */
 	__u32 v6, ce, no_check, sport;
+	__u32 vlan;      /* VID of its tag; 0 if it has none */
+	__u32 nonlinear; /* what IP says is there, but not all of it at one place */
 };
 
 struct mr_vlan {
@@ -37,12 +39,15 @@ __attribute__((noinline)) int mr_parse(struct xdp_md *ctx, struct mr_view *v)
 	if (!v || (void *)(eth + 1) > end)
 		return MR_FOREIGN;
 	proto = eth->h_proto;
+	v->vlan = 0;
+	v->nonlinear = 0;
 	if (proto == bpf_htons(ETH_P_8021Q)) {
 		struct mr_vlan *tag = data + off;
 
 		if ((void *)(tag + 1) > end)
 			return MR_FOREIGN;
 		proto = tag->proto;
+		v->vlan = bpf_ntohs(tag->tci) & 0xfff;
 		off += sizeof(*tag);
 	}
 	v->l3 = off;
@@ -93,8 +98,13 @@ __attribute__((noinline)) int mr_parse(struct xdp_md *ctx, struct mr_view *v)
 	v->sport = bpf_ntohs(udp->source);
 	v->pseudo = mr_fold(sum + udp->len + bpf_htons(IPPROTO_UDP));
 	/* Ethernet pads short frames, so the frame may be longer than IP says, never shorter. */
-	if (v->udp_len != room || (__u64)(end - data) < off + room)
+	if (v->udp_len != room)
 		return MR_BADLENGTH;
+	if ((__u64)(end - data) < off + room) {
+		if (bpf_xdp_get_buff_len(ctx) < off + room)
+			return MR_BADLENGTH;
+		v->nonlinear = 1;
+	}
 	return MR_OURS;
 }
 

@@ -328,12 +328,19 @@ static __always_inline int mr_rx_main(struct xdp_md *ctx)
 	end = (void *)(long)ctx->data_end;
 	f = data + l4;
 	if ((void *)&f->dh > end || in.v.udp_len < sizeof(f->udp) + sizeof(f->bth)) {
-		ctr->drop_truncated++;
+		if (in.v.nonlinear)
+			ctr->drop_nonlinear++;
+		else
+			ctr->drop_truncated++;
 		return XDP_DROP;
 	}
 	opcode = f->bth.opcode;
 	if (opcode < MR_OP_FIRST)
 		return XDP_PASS; /* RoCEv2 on the same port: not ours */
+	if (in.v.nonlinear) {
+		ctr->drop_nonlinear++;
+		return XDP_DROP;
+	}
 	if (opcode == MR_OP_WRITE)
 		least = sizeof(struct mr_l4write);
 	else if (opcode == MR_OP_PROBE)
@@ -377,6 +384,10 @@ static __always_inline int mr_rx_main(struct xdp_md *ctx)
 		    (in.v.dst[3] ^ pp->local[3]) | (in.v.dst[2] ^ pp->local[2]) |
 		    (in.v.dst[1] ^ pp->local[1]) | (in.v.dst[0] ^ pp->local[0]))) {
 		ctr->drop_address++;
+		return XDP_DROP;
+	}
+	if (in.v.vlan != pp->vlan) {
+		ctr->drop_vlan++;
 		return XDP_DROP;
 	}
 	if (c->checksum) {

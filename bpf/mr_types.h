@@ -87,7 +87,8 @@ struct mr_path {
 	__u32 l3_sum;     /* IPv4: sum of the header with length and checksum 0 */
 	__u32 pseudo_sum; /* addresses and protocol */
 	__u8 l3_off, l4_off, v6, pad;
-	__u32 pad2[4];
+	__u32 vlan; /* VID that received packets must carry; 0: none */
+	__u32 pad2[3];
 	/* 128 */
 	struct mr_desc desc[MR_PATH_RING];
 };
@@ -350,6 +351,8 @@ struct mr_counters {
 	__u64 drop_ack_invalid; /* acknowledges what was never sent */
 	__u64 drop_place;       /* the region vanished while it was written */
 	__u64 drop_turn;        /* no room to turn the frame into its ACK */
+	__u64 drop_nonlinear;   /* the driver cut the frame into pieces */
+	__u64 drop_vlan;        /* other VID than its plane's */
 	/* refused: authenticated, answered by a NAK */
 	__u64 nak_rkey; /* no such region, old generation of the key */
 	__u64 nak_pd;

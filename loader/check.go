@@ -20,7 +20,8 @@ import (
 const (
 	// MinMTU takes a payload of 1024 bytes with every header over IPv6: 40 + 8 + 12 + 32 + 24.
 	MinMTU = 1024 + 116
-	// MaxNativeMTU is what one page takes besides XDP's headroom (256), the kernel's tail (320) and
+	// MaxNativeMTU bounds drivers that take frames of one page only: what a page has besides XDP's
+	// headroom (256), the kernel's tail (320) and
 	// Ethernet with two VLAN tags (22).
 	MaxNativeMTU = 4096 - 256 - 320 - 22
 

@@ -89,9 +89,8 @@ func attachError(itf Interface, err error) error {
 		return fmt.Errorf("%s has no native XDP, want a driver that has it, or generic XDP asked for (Generic, --generic): %w",
 			who, ErrUnsupported)
 	case (errors.Is(err, unix.ERANGE) || errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EOPNOTSUPP)) && mtu > MaxNativeMTU:
-		return fmt.Errorf("%s: MTU is %d, want at most %d for native XDP: %w", who, mtu, MaxNativeMTU, ErrUnsupported)
-	case errors.Is(err, unix.ERANGE):
-		return fmt.Errorf("%s: its peer's MTU is too large, want at most %d for native XDP: %w", who, MaxNativeMTU, ErrUnsupported)
+		return fmt.Errorf("%s: MTU is %d, and this kernel's driver takes XDP programs with one page a frame only: want at most %d (some drivers less), or a newer kernel: %w",
+			who, mtu, MaxNativeMTU, ErrUnsupported)
 	case errors.Is(err, unix.EBUSY) || errors.Is(err, unix.EEXIST):
 		return fmt.Errorf("%s: %w", who, ErrForeignProgram)
 	}

@@ -553,28 +553,23 @@ func setMTU(t *testing.T, nl *netlink.Handle, mtu int, names ...string) {
 	}
 }
 
-func TestLoadRefusesAnMTUThatDoesNotFit(t *testing.T) {
-	for _, c := range []struct {
-		name  string
-		mtu   int
-		is    error
-		words []string
-	}{
-		{"too small", MinMTU - 1, nil, []string{strconv.Itoa(MinMTU - 1), strconv.Itoa(MinMTU)}},
-		{"too large", 9000, ErrUnsupported, []string{"9000", strconv.Itoa(MaxNativeMTU)}},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			nl := inNetns(t)
-			setMTU(t, nl, c.mtu, planeA, peerA)
-			_, err := Load(t.Context(), Options{Interfaces: []string{planeA}})
-			wantError(t, err, c.is, append(c.words, planeA, "MTU")...)
-			wantNothingLeft(t, nl)
-		})
+func TestLoadRefusesAnMTUThatIsTooSmall(t *testing.T) {
+	nl := inNetns(t)
+	setMTU(t, nl, MinMTU-1, planeA, peerA)
+	_, err := Load(t.Context(), Options{Interfaces: []string{planeA}})
+	wantError(t, err, nil, strconv.Itoa(MinMTU-1), strconv.Itoa(MinMTU), planeA, "MTU")
+	wantNothingLeft(t, nl)
+}
+
+func TestErrorOfADriverWithoutJumboXDPNamesBothMTUs(t *testing.T) {
+	for _, errno := range []unix.Errno{unix.ERANGE, unix.EINVAL, unix.EOPNOTSUPP} {
+		err := attachError(Interface{Name: "eth1", MTU: 9000, Driver: "virtio_net", Mode: ModeGeneric}, errno)
+		wantError(t, err, ErrUnsupported, "eth1", "virtio_net", "9000", strconv.Itoa(MaxNativeMTU))
 	}
 }
 
 func TestLoadTakesTheSmallestAndTheLargestMTU(t *testing.T) {
-	for _, mtu := range []int{MinMTU, MaxNativeMTU} {
+	for _, mtu := range []int{MinMTU, MaxNativeMTU, 9000} {
 		t.Run(strconv.Itoa(mtu), func(t *testing.T) {
 			nl := inNetns(t)
 			setMTU(t, nl, mtu, planeA, peerA)

@@ -117,6 +117,8 @@ type metaroceMrCounters struct {
 	DropAckInvalid         uint64
 	DropPlace              uint64
 	DropTurn               uint64
+	DropNonlinear          uint64
+	DropVlan               uint64
 	NakRkey                uint64
 	NakPd                  uint64
 	NakAccess              uint64
@@ -202,7 +204,8 @@ type metaroceMrPath struct {
 	L4Off     uint8
 	V6        uint8
 	Pad       uint8
-	Pad2      [4]uint32
+	Vlan      uint32
+	Pad2      [3]uint32
 	Desc      [256]metaroceMrDesc
 }
 

@@ -72,8 +72,9 @@ func TestRxAckIsTheFrameTurnedRound(t *testing.T) {
 	}{
 		{"IPv4", nil, nil},
 		{"IPv6", []option{withV6()}, nil},
-		{"IPv4 with VLAN tag", nil, func(p *wire.Packet) { tci := uint16(3<<13 | 100); p.VLAN = &tci }},
-		{"IPv6 with VLAN tag", []option{withV6()}, func(p *wire.Packet) { tci := uint16(100); p.VLAN = &tci }},
+		{"IPv4 with VLAN tag", []option{withVLAN(3<<13 | 100)}, nil},
+		{"IPv6 with VLAN tag", []option{withV6(), withVLAN(100)}, nil},
+		{"priority tag on an untagged plane", nil, func(p *wire.Packet) { tci := uint16(5 << 13); p.VLAN = &tci }},
 		{"zero-length data grows into its ACK", nil, func(p *wire.Packet) { p.Payload = nil; p.RETH.Len = 0 }},
 		{"largest payload shrinks", nil, func(p *wire.Packet) { p.Payload = make([]byte, payload) }},
 		{"congestion mark is cleared", nil, func(p *wire.Packet) { p.TOS |= 3 }},

@@ -196,6 +196,9 @@ func (w *world) path() *loader.Path {
 		p.L3Sum = sum16(b[l3:])
 	}
 	p.L4Off = uint8(len(b))
+	if w.vlan != nil {
+		p.Vlan = uint32(*w.vlan & 0xfff)
+	}
 	copy(p.Tmpl[:], b)
 	la, pa := local.AsSlice(), peer.AsSlice()
 	p.PseudoSum = sum16(la) + sum16(pa) + uint32(17)<<8
@@ -244,7 +247,7 @@ func (w *world) counted(f func()) map[string]uint64 {
 
 func (w *world) run(p *ebpf.Program, frame []byte) (uint32, []byte) {
 	w.Helper()
-	out := make([]byte, 4096)
+	out := make([]byte, 16384) // a frame with fragments has more than a page
 	opts := &ebpf.RunOptions{Data: frame, DataOut: out}
 	ret, err := p.Run(opts)
 	for errors.Is(err, unix.EINTR) {
@@ -263,7 +266,7 @@ func (w *world) rx(frame []byte) (uint32, []byte) {
 func (w *world) write(n uint32, f func(*wire.Packet)) *wire.Packet {
 	local, peer := w.addrs()
 	p := &wire.Packet{
-		SrcMAC: hisMAC, DstMAC: myMAC, Src: peer, Dst: local, TOS: 26<<2 | wire.ECT0, TTL: 63,
+		SrcMAC: hisMAC, DstMAC: myMAC, VLAN: w.vlan, Src: peer, Dst: local, TOS: 26<<2 | wire.ECT0, TTL: 63,
 		Sport: 51000, Dport: port,
 		BTH:  wire.BTH{Opcode: wire.OpWrite, PKey: wire.DefaultPKey, QPN: qpn, PSN: (w.psn0 + n) & wire.PSNMask24},
 		Data: wire.Data{Token: rxToken, PSeq: w.psn0 + n, PSN: w.psn0 + n, TS: 0x01020304},
@@ -304,7 +307,7 @@ func (w *world) deliver(p *wire.Packet) (uint32, *wire.Packet) {
 func (w *world) ack(max, cum uint32, f func(*wire.Packet)) *wire.Packet {
 	local, peer := w.addrs()
 	p := &wire.Packet{
-		SrcMAC: hisMAC, DstMAC: myMAC, Src: peer, Dst: local, TOS: 26<<2 | wire.ECT0, TTL: 64,
+		SrcMAC: hisMAC, DstMAC: myMAC, VLAN: w.vlan, Src: peer, Dst: local, TOS: 26<<2 | wire.ECT0, TTL: 64,
 		Sport: 50000, Dport: port,
 		BTH: wire.BTH{Opcode: wire.OpACK, PKey: wire.DefaultPKey, QPN: qpn, PSN: cum & wire.PSNMask24},
 		ACK: wire.ACK{Token: rxToken, PSeqMax: max, PSNCum: cum, PSNLimit: cum + 8128},

@@ -37,7 +37,7 @@ const (
 	maxPorts  = 1000 // hosts x planes of one lab
 
 	DefaultMTU          = 3400 // bytes of IP packet; with its headers a frame fits one page
-	MaxMTU              = 3498 // XDP on veth takes no larger one with 4 KiB pages
+	MaxMTU              = 9216 // what Ethernet switches take; its programs take frames of several pages
 	MinMTU              = 1280 // IPv6
 	DefaultECN   uint64 = 64 << 10
 	DefaultQueue uint64 = 512 << 10

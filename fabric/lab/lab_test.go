@@ -317,7 +317,7 @@ func TestUp_refusesWhatCannotBe(t *testing.T) {
 		"planes is 17":          {Name: "x", Planes: 17},
 		"spines is -1":          {Name: "x", Spines: -1},
 		"hosts x planes":        {Name: "x", Hosts: 250, Planes: 5},
-		"mtu is 9000":           {Name: "x", MTU: 9000},
+		"mtu is 9217":           {Name: "x", MTU: 9217},
 		"queues is 17":          {Name: "x", Queues: 17},
 		"queue is 100 bytes":    {Name: "x", Queue: 100},
 		"hosts is 3, want 2":    {Name: "x", Direct: true, Hosts: 3},

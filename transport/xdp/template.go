@@ -103,6 +103,7 @@ func fillTemplate(p *loader.Path, out egress, local, remote netip.Addr, src, dst
 	p.PseudoSum += wordSum([]byte{0, unix.IPPROTO_UDP})
 	p.Local, p.Peer = addrWords(local), addrWords(remote)
 	p.Ifindex = uint32(out.ifindex)
+	p.Vlan = uint32(out.tci & 0xfff) // 0 without a tag
 	return nil
 }
 
