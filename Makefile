@@ -45,7 +45,7 @@ build: ## bin/metaroce, a static binary; needs nothing but Go
 	CGO_ENABLED=0 $(GO) build -trimpath -o bin/metaroce ./cmd/metaroce
 
 .PHONY: test
-test: ## Everything that must hold, at most 20 minutes (root); installs what is missing
+test: ## Everything that must hold, at most 25 minutes (root); installs what is missing
 	@scripts/deps.sh run build test
 	@scripts/steps.sh lint check-generated test-unit test-native test-lab fuzz-short
 

@@ -103,7 +103,7 @@ func TestMessagesAreCutToWhatFitsIfNoPathTakesMore(t *testing.T) {
 	if got := h[0].register(t, conn[0]).Cut; got != 1024 {
 		t.Errorf("messages are cut into %d bytes, want 1024 with an MTU of 1500", got)
 	}
-	if repairs, sent := repairsSince(t, h[0], loader.Counters{}); repairs > sent/1000+8 {
+	if repairs, sent := repairsSince(t, h[0], loader.Counters{}); repairs > sent/1000+64 { // probes of a busy machine may come too early
 		t.Errorf("%d repairs of %d packets, want hardly any", repairs, sent)
 	}
 }

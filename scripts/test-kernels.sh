@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 : "${KERNEL_TEST_PACKAGES:=./bpf/... ./loader/... ./transport/xdp/... ./fabric/lab/... ./e2e/...}"
-: "${KERNEL_TEST_RUN:=.}" "${KERNEL_TEST_TIMEOUT:=400s}"
+: "${KERNEL_TEST_RUN:=.}" "${KERNEL_TEST_TIMEOUT:=700s}"
 : "${VM_CACHE:=${XDG_CACHE_HOME:-/var/tmp}/metaroce-kernels}"
 export VM_CACHE
 
