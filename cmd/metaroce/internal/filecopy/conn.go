@@ -120,6 +120,10 @@ func (c *channel) listen(receives int) error {
 func (c *channel) hear(ctx context.Context) (message, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, c.idle, errSilent{c.idle})
 	defer cancel()
+	// Wait does not look at ctx while there is something to take, and there may be to the very end.
+	if ctx.Err() != nil {
+		return message{}, context.Cause(ctx)
+	}
 	var comps [1]transport.Completion
 	if _, err := c.conn.RecvCQ().Wait(ctx, comps[:]); err != nil {
 		return message{}, err
