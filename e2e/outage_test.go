@@ -95,7 +95,9 @@ func TestPathThatDropsFullSizePacketsAndAnswersProbesIsLeftOut(t *testing.T) {
 
 func TestMessagesAreCutToWhatFitsIfNoPathTakesMore(t *testing.T) {
 	l := newLab(t, lab.Config{Planes: 1})
-	h := openPair(t, l, transport.Config{})
+	// One path: its window fits a veth's ring of 256 frames. Eight fill it, and a full ring drops by itself:
+	// on an emulated machine 919 repairs stood beside 919 xdp_xmit_errors.
+	h := openPair(t, l, transport.Config{Paths: 1})
 	setPlaneMTU(t, l, 1, 0, 1500)
 	conn := connect(t, h[0], h[1])
 	d := newDirection(t, h[0], h[1], conn[0], conn[1], 1, mixed(1, pick[uint64](4<<20, 100<<10)))
@@ -103,7 +105,7 @@ func TestMessagesAreCutToWhatFitsIfNoPathTakesMore(t *testing.T) {
 	if got := h[0].register(t, conn[0]).Cut; got != 1024 {
 		t.Errorf("messages are cut into %d bytes, want 1024 with an MTU of 1500", got)
 	}
-	if repairs, sent := repairsSince(t, h[0], loader.Counters{}); repairs > sent/1000+64 { // probes of a busy machine may come too early
+	if repairs, sent := repairsSince(t, h[0], loader.Counters{}); repairs > sent/1000+8 {
 		t.Errorf("%d repairs of %d packets, want hardly any", repairs, sent)
 	}
 }
