@@ -124,50 +124,68 @@ func probeFeatures() error {
 func (o *Objects) findInterfaces(nl *netlink.Handle, opts Options) ([]netlink.Link, error) {
 	links := make([]netlink.Link, 0, len(opts.Interfaces))
 	for _, name := range opts.Interfaces {
-		l, err := nl.LinkByName(name)
-		if _, ok := errors.AsType[netlink.LinkNotFoundError](err); ok {
-			return nil, fmt.Errorf("interface %q is not there, want one of: %s", name, interfaceNames(nl))
-		}
+		itf, lower, err := findInterface(nl, name)
 		if err != nil {
-			return nil, fmt.Errorf("interface %q: %w", name, err)
+			return nil, err
 		}
-		a := l.Attrs()
-		itf := Interface{Name: a.Name, Index: a.Index, MTU: a.MTU, MAC: a.HardwareAddr.String(), Mode: ModeNative}
-		if v, ok := l.(*netlink.Vlan); ok {
-			if l, err = below(nl, v); err != nil {
-				return nil, err
-			}
-			p := l.Attrs()
-			// A tag is no part of an MTU: drivers take frames that are 4 bytes longer.
-			itf.MTU = min(a.MTU, p.MTU)
-			itf.VLAN = &VLAN{
-				ID: uint16(v.VlanId), Parent: p.Name, ParentIndex: p.Index, ParentMTU: p.MTU, Egress: v.EgressQosMap,
-			}
-		}
-		itf.Driver = driverName(l.Attrs().Name, l.Type())
 		if opts.Generic {
 			itf.Mode = ModeGeneric
 		}
-		if itf.MTU < MinMTU {
-			return nil, fmt.Errorf("interface %s: MTU is %d, want at least %d (1024 bytes of payload and the headers)",
-				name, itf.MTU, MinMTU)
-		}
-		if itf.VLAN != nil {
-			if err := checkTagsStay(itf); err != nil {
-				return nil, err
-			}
-		}
 		o.Interfaces = append(o.Interfaces, itf)
-		links = append(links, l)
+		links = append(links, lower)
 	}
 	for _, itf := range o.Interfaces {
 		for _, other := range o.Interfaces {
-			if other.VLAN != nil && other.VLAN.ParentIndex == itf.Index {
+			if _, lower := other.Lower(); lower == itf.Index && other.Index != itf.Index {
 				return nil, fmt.Errorf("interface %s: this device's %s has it as its parent, want it free: %w", itf.Name, other.Name, ErrInUse)
 			}
 		}
 	}
 	return links, nil
+}
+
+// findInterface looks one interface up, and the one below it that the programs go to.
+func findInterface(nl *netlink.Handle, name string) (itf Interface, lower netlink.Link, err error) {
+	l, err := nl.LinkByName(name)
+	if _, ok := errors.AsType[netlink.LinkNotFoundError](err); ok {
+		return itf, nil, fmt.Errorf("interface %q is not there, want one of: %s", name, interfaceNames(nl))
+	}
+	if err != nil {
+		return itf, nil, fmt.Errorf("interface %q: %w", name, err)
+	}
+	a := l.Attrs()
+	itf = Interface{Name: a.Name, Index: a.Index, MTU: a.MTU, MAC: a.HardwareAddr.String(), Mode: ModeNative}
+	lower = l
+	switch v := l.(type) {
+	case *netlink.Vlan:
+		if lower, err = below(nl, v); err != nil {
+			return itf, nil, err
+		}
+		p := lower.Attrs()
+		itf.VLAN = &VLAN{
+			ID: uint16(v.VlanId), Parent: p.Name, ParentIndex: p.Index, ParentMTU: p.MTU, Egress: v.EgressQosMap,
+		}
+	case *netlink.Macvlan:
+		if lower, err = belowMacvlan(nl, v); err != nil {
+			return itf, nil, err
+		}
+		p := lower.Attrs()
+		itf.Macvlan = &Below{Name: p.Name, Index: p.Index, MTU: p.MTU}
+	}
+	if err := checkKind(lower, func() []string { return relatives(nl, lower) }); err != nil {
+		return itf, nil, err
+	}
+	// A tag is no part of an MTU: drivers take frames that are 4 bytes longer.
+	itf.MTU = min(itf.MTU, itf.lowerMTU())
+	itf.Driver = driverName(lower.Attrs().Name, lower.Type())
+	if itf.MTU < MinMTU {
+		return itf, nil, fmt.Errorf("interface %s: MTU is %d, want at least %d (1024 bytes of payload and the headers)",
+			name, itf.MTU, MinMTU)
+	}
+	if itf.VLAN != nil {
+		err = checkTagsStay(itf)
+	}
+	return itf, lower, err
 }
 
 func interfaceNames(nl *netlink.Handle) string {
@@ -202,21 +220,11 @@ func driverName(name, linkType string) string {
 // checkForeign refuses an interface that has an XDP program. Ours are gone by now: claim has made
 // sure that no metaroce process has the interface.
 func checkForeign(itf Interface, l netlink.Link) error {
-	xdp := l.Attrs().Xdp
-	if xdp == nil || !xdp.Attached {
+	mode := xdpMode(l.Attrs())
+	if mode == "" {
 		return nil
 	}
-	mode := "unknown"
-	switch xdp.AttachMode {
-	case 1:
-		mode = ModeNative
-	case 2:
-		mode = ModeGeneric
-	case 3:
-		mode = "offloaded"
-	case 4:
-		mode = "several"
-	}
+	xdp := l.Attrs().Xdp
 	return fmt.Errorf("%s: XDP program %s (id %d, %s mode) is attached, want none: %w",
 		itf.label(), programName(xdp.ProgId), xdp.ProgId, mode, ErrForeignProgram)
 }

@@ -78,21 +78,3 @@ func rootErrno(err error) error {
 	}
 	return err
 }
-
-// attachError explains why a driver took no program.
-func attachError(itf Interface, err error) error {
-	who := fmt.Sprintf("%s (driver %s)", itf.label(), itf.Driver)
-	mtu := itf.lowerMTU()
-	errno := rootErrno(err)
-	switch {
-	case errors.Is(err, unix.EOPNOTSUPP) && itf.Mode == ModeNative:
-		return fmt.Errorf("%s has no native XDP, want a driver that has it, or generic XDP asked for (Generic, --generic): %w",
-			who, ErrUnsupported)
-	case (errors.Is(err, unix.ERANGE) || errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EOPNOTSUPP)) && mtu > MaxNativeMTU:
-		return fmt.Errorf("%s: MTU is %d, and this kernel's driver takes XDP programs with one page a frame only: want at most %d (some drivers less), or a newer kernel: %w",
-			who, mtu, MaxNativeMTU, ErrUnsupported)
-	case errors.Is(err, unix.EBUSY) || errors.Is(err, unix.EEXIST):
-		return fmt.Errorf("%s: %w", who, ErrForeignProgram)
-	}
-	return fmt.Errorf("%s: attach in %s mode: %w", who, itf.Mode, errno)
-}

@@ -45,9 +45,11 @@ type Interface struct {
 	Index  int    `json:"ifindex"`
 	MTU    int    `json:"mtu"` // bytes of an IP packet
 	MAC    string `json:"mac"`
-	Driver string `json:"driver"` // a VLAN interface's: its parent's
+	Driver string `json:"driver"` // a VLAN or macvlan interface's: its parent's
 	Mode   string `json:"mode"`   // ModeNative or ModeGeneric
 	VLAN   *VLAN  `json:"vlan,omitempty"`
+
+	Macvlan *Below `json:"macvlan,omitempty"`
 }
 
 // Values of Interface.Mode.
@@ -134,11 +136,6 @@ func Load(ctx context.Context, opts Options) (_ *Objects, err error) {
 	if err := probeFeatures(); err != nil {
 		return nil, err
 	}
-	if opts.Generic {
-		for _, itf := range o.Interfaces {
-			warnIfCannotSend(o.log, itf)
-		}
-	}
 	if err := EnsureBPFFS(o.log); err != nil {
 		return nil, err
 	}
@@ -159,16 +156,8 @@ func Load(ctx context.Context, opts Options) (_ *Objects, err error) {
 	if err := o.park(nl); err != nil {
 		return nil, err
 	}
-	attached := map[int]bool{}
-	for _, itf := range o.Interfaces {
-		_, index := itf.Lower()
-		if attached[index] { // another VLAN of the same parent
-			continue
-		}
-		if err := o.attach(o.Rx, itf); err != nil {
-			return nil, err
-		}
-		attached[index] = true
+	if err := o.attachAll(nl); err != nil {
+		return nil, err
 	}
 	if err := o.pin(); err != nil {
 		return nil, err
@@ -297,6 +286,33 @@ func (o *Objects) loadCollection() error {
 	return nil
 }
 
+// attachAll attaches mr_rx to every interface, and then looks again at what they can do: some drivers
+// take redirected frames only while they have a program.
+func (o *Objects) attachAll(nl *netlink.Handle) error {
+	attached := map[int]bool{}
+	for _, itf := range o.Interfaces {
+		_, index := itf.Lower()
+		if attached[index] { // another VLAN of the same parent
+			continue
+		}
+		if err := o.attach(o.Rx, itf); err != nil {
+			return err
+		}
+		attached[index] = true
+	}
+	for _, itf := range o.Interfaces {
+		_, index := itf.Lower()
+		if !attached[index] {
+			continue
+		}
+		if err := o.checkSends(nl, itf); err != nil {
+			return err
+		}
+		attached[index] = false
+	}
+	return nil
+}
+
 // attach attaches prog to one interface; Close detaches it.
 func (o *Objects) attach(prog *ebpf.Program, itf Interface) error {
 	flags := link.XDPDriverMode
@@ -306,7 +322,7 @@ func (o *Objects) attach(prog *ebpf.Program, itf Interface) error {
 	name, index := itf.Lower()
 	l, err := link.AttachXDP(link.XDPOptions{Program: prog, Interface: index, Flags: flags})
 	if err != nil {
-		return attachError(itf, err)
+		return attachError(itf, err, whyNot(prog, itf))
 	}
 	o.onClose(func() error {
 		if err := l.Close(); err != nil {

@@ -563,7 +563,7 @@ func TestLoadRefusesAnMTUThatIsTooSmall(t *testing.T) {
 
 func TestErrorOfADriverWithoutJumboXDPNamesBothMTUs(t *testing.T) {
 	for _, errno := range []unix.Errno{unix.ERANGE, unix.EINVAL, unix.EOPNOTSUPP} {
-		err := attachError(Interface{Name: "eth1", MTU: 9000, Driver: "virtio_net", Mode: ModeGeneric}, errno)
+		err := attachError(Interface{Name: "eth1", MTU: 9000, Driver: "virtio_net", Mode: ModeGeneric}, errno, reason{})
 		wantError(t, err, ErrUnsupported, "eth1", "virtio_net", "9000", strconv.Itoa(MaxNativeMTU))
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"net"
 	"runtime"
 	"unsafe"
 
@@ -17,6 +18,9 @@ import (
 // frame before anybody sees it.
 const ethFlagRxVLAN = 1 << 8
 
+// ethFlagLRO is ETH_FLAG_LRO: received packets are merged by the hardware.
+const ethFlagLRO = 1 << 15
+
 // VLAN is the tag of a VLAN interface and the interface below it. A VLAN interface has no driver that
 // could run XDP: the programs are attached to its parent, and frames leave there with their tag.
 type VLAN struct {
@@ -27,10 +31,14 @@ type VLAN struct {
 	Egress      map[uint32]uint32 `json:"egress_qos,omitempty"` // kernel's packet priority to PCP
 }
 
-// Lower is the interface that the programs are attached to: this one, or a VLAN interface's parent.
+// Lower is the interface that the programs are attached to: this one, or the parent of a VLAN or
+// macvlan interface.
 func (i Interface) Lower() (name string, ifindex int) {
-	if i.VLAN != nil {
+	switch {
+	case i.VLAN != nil:
 		return i.VLAN.Parent, i.VLAN.ParentIndex
+	case i.Macvlan != nil:
+		return i.Macvlan.Name, i.Macvlan.Index
 	}
 	return i.Name, i.Index
 }
@@ -41,6 +49,9 @@ func (i Interface) Sends(p *Path) bool {
 	if uint32(index) != p.Ifindex {
 		return false
 	}
+	if i.Macvlan != nil && net.HardwareAddr(p.Tmpl[6:12]).String() != i.MAC {
+		return false
+	}
 	tagged := binary.BigEndian.Uint16(p.Tmpl[12:]) == unix.ETH_P_8021Q
 	if i.VLAN == nil || !tagged {
 		return i.VLAN == nil && !tagged
@@ -49,16 +60,19 @@ func (i Interface) Sends(p *Path) bool {
 }
 
 func (i Interface) lowerMTU() int {
-	if i.VLAN != nil {
+	switch {
+	case i.VLAN != nil:
 		return i.VLAN.ParentMTU
+	case i.Macvlan != nil:
+		return i.Macvlan.MTU
 	}
 	return i.MTU
 }
 
 // label names the interface whose XDP slot is taken, and for which other one.
 func (i Interface) label() string {
-	if i.VLAN != nil {
-		return fmt.Sprintf("interface %s (parent of %s)", i.VLAN.Parent, i.Name)
+	if lower, _ := i.Lower(); lower != i.Name {
+		return fmt.Sprintf("interface %s (parent of %s)", lower, i.Name)
 	}
 	return "interface " + i.Name
 }
@@ -75,6 +89,10 @@ func below(nl *netlink.Handle, v *netlink.Vlan) (netlink.Link, error) {
 	parent, err := nl.LinkByIndex(v.ParentIndex)
 	if err != nil {
 		return nil, fmt.Errorf("interface %s: its parent, ifindex %d: %w", v.Name, v.ParentIndex, err)
+	}
+	if parent.Type() == "macvlan" {
+		return nil, fmt.Errorf("interface %s: its parent %s is a macvlan, want a VLAN of the interface itself: %w",
+			v.Name, parent.Attrs().Name, ErrUnsupported)
 	}
 	if parent.Type() == v.Type() {
 		return nil, fmt.Errorf("interface %s: its parent %s is a VLAN interface too (QinQ), want one tag: %w",
