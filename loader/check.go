@@ -276,6 +276,15 @@ func EnsureBPFFS(log *slog.Logger) error {
 	return nil
 }
 
+// bpffsNumber is the device number of the BPF file system that this mount namespace has.
+func bpffsNumber() (uint64, error) {
+	var st unix.Stat_t
+	if err := unix.Stat(bpffsRoot, &st); err != nil {
+		return 0, fmt.Errorf("look at the BPF file system %s: %w", bpffsRoot, err)
+	}
+	return uint64(st.Dev), nil
+}
+
 func isBPFFS() (bool, error) {
 	var st unix.Statfs_t
 	if err := unix.Statfs(bpffsRoot, &st); err != nil {

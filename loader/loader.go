@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math/bits"
+	"os"
 	"runtime"
 	"sync"
 
@@ -75,7 +76,8 @@ type Objects struct {
 
 	qpInner, memInner *ebpf.MapSpec
 
-	owner     Owner
+	owner      Owner
+	stateFiles []*os.File
 	log       *slog.Logger
 	undo      []func() error // what Close does, last first
 	closeOnce sync.Once

@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/cilium/ebpf"
@@ -84,15 +85,15 @@ type Device struct {
 }
 
 // Find lists all devices that have pins on this machine, in all network namespaces, by name. No
-// device, and no BPF file system, is no error.
+// device, and no BPF file system, is no error. A process in another mount namespace, as below
+// `ip netns exec`, has its pins in a file system that only it sees: they are found by way of
+// /proc/PID/root.
 func Find() ([]Device, error) {
 	entries, err := os.ReadDir(pinRoot)
-	if errors.Is(err, os.ErrNotExist) {
-		return nil, nil
-	}
-	if err != nil {
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, fmt.Errorf("look for devices: %w", err)
 	}
+	here, _ := bpffsNumber()
 	var devs []Device
 	for _, e := range entries {
 		if !e.IsDir() || strings.HasPrefix(e.Name(), tmpPrefix) {
@@ -102,9 +103,40 @@ func Find() ([]Device, error) {
 		if ow, err := readOwner(e.Name()); err == nil {
 			d.Owner = ow
 		}
+		if d.Alive && d.Owner.elsewhere(here) {
+			continue // left by a crash: the device's own pins are not these
+		}
 		devs = append(devs, d)
 	}
+	away, err := findElsewhere(here)
+	if err != nil {
+		return nil, err
+	}
+	devs = append(devs, away...)
 	slices.SortFunc(devs, func(a, b Device) int { return strings.Compare(a.Name, b.Name) })
+	return devs, nil
+}
+
+// elsewhere says whether the device's pins are in another BPF file system than that of this number.
+func (ow Owner) elsewhere(here uint64) bool { return ow.BPFFS != 0 && ow.BPFFS != here }
+
+// findElsewhere lists the living devices whose pins are in other mount namespaces.
+func findElsewhere(here uint64) ([]Device, error) {
+	owners, err := liveOwners()
+	if err != nil {
+		return nil, err
+	}
+	var devs []Device
+	for _, ow := range owners {
+		if !ow.elsewhere(here) {
+			continue
+		}
+		dir := filepath.Join("/proc", strconv.Itoa(ow.PID), "root", pinRoot, ow.Device)
+		if _, err := os.Stat(dir); errors.Is(err, os.ErrNotExist) {
+			continue // it is being made, or closed
+		}
+		devs = append(devs, Device{Dir: dir, Name: ow.Device, Alive: true, Owner: ow})
+	}
 	return devs, nil
 }
 
@@ -113,5 +145,8 @@ func (o *Objects) Device() Device {
 	return Device{Dir: o.PinDir, Name: o.owner.Device, Alive: true, Owner: o.owner}
 }
 
-// PinRoot is where Find looks.
+// PinRoot is where Find looks for pins.
 func PinRoot() string { return pinRoot }
+
+// RunRoot is where Find looks for processes that have their pins elsewhere.
+func RunRoot() string { return runRoot }

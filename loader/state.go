@@ -43,6 +43,11 @@ type Owner struct {
 	PathPool   int         `json:"path_pool"`
 	MaxRegions int         `json:"max_regions"`
 	Since      time.Time   `json:"since"`
+	BPFFS      uint64      `json:"bpffs"` // number of the file system that has the pins
+
+	// Where the pump's thread may run, as in /proc/PID/status; and the one CPU if it is pinned.
+	PumpCPUs string `json:"pump_cpus,omitempty"`
+	PumpCPU  *int   `json:"pump_cpu,omitempty"`
 }
 
 // deviceKey names an interface beyond its namespace. A BPF file system takes no dots in names,
@@ -87,9 +92,8 @@ func (o *Objects) claim(ctx context.Context, nl *netlink.Handle) error {
 		MaxConns: o.MaxConns, PathPool: o.PathPool, MaxRegions: o.MaxRegions,
 		Since: time.Now().UTC().Truncate(time.Second),
 	}
-	content, err := json.Marshal(o.owner)
-	if err != nil {
-		return fmt.Errorf("encode the state file: %w", err)
+	if o.owner.BPFFS, err = bpffsNumber(); err != nil {
+		return err
 	}
 	mine := map[string]bool{}
 	for _, s := range o.slots() {
@@ -111,11 +115,26 @@ func (o *Objects) claim(ctx context.Context, nl *netlink.Handle) error {
 			// Unlinked while locked, so that nobody takes this file for a crash's.
 			return errors.Join(removeFile(f.Name()), f.Close())
 		})
-		if err := overwrite(f, content); err != nil {
-			return fmt.Errorf("write the state of %s: %w", s.label, err)
-		}
+		o.stateFiles = append(o.stateFiles, f)
+	}
+	if err := o.writeState(); err != nil {
+		return err
 	}
 	return o.collectGarbage(nl, mine)
+}
+
+// writeState writes the owner into each of the device's state files.
+func (o *Objects) writeState() error {
+	content, err := json.Marshal(o.owner)
+	if err != nil {
+		return fmt.Errorf("encode the state file: %w", err)
+	}
+	for _, f := range o.stateFiles {
+		if err := overwrite(f, content); err != nil {
+			return fmt.Errorf("write the state file %s: %w", f.Name(), err)
+		}
+	}
+	return nil
 }
 
 // collectGarbage removes the state, pins and parked interfaces of processes that have died. Parked
@@ -133,6 +152,10 @@ func (o *Objects) collectGarbage(nl *netlink.Handle, mine map[string]bool) error
 		f, err := tryLock(statePath(key), false)
 		if err != nil {
 			continue // its owner lives, or has just closed it
+		}
+		if ow, err := readOwner(key); err == nil && ow.BPFFS != 0 && ow.BPFFS != o.owner.BPFFS {
+			_ = f.Close() // its pins are elsewhere: who sees them cleans up
+			continue
 		}
 		err = errors.Join(o.removeLeftovers(key), removeFile(f.Name()), f.Close())
 		if err != nil {
@@ -260,6 +283,29 @@ func readOwner(key string) (Owner, error) {
 		return ow, fmt.Errorf("read the state file %s: %w", statePath(key), err)
 	}
 	return ow, nil
+}
+
+// liveOwners lists the owners of all devices whose processes live, each once.
+func liveOwners() ([]Owner, error) {
+	entries, err := os.ReadDir(runRoot)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("look for devices: %w", err)
+	}
+	var owners []Owner
+	for _, e := range entries {
+		key, ok := strings.CutSuffix(e.Name(), stateSuffix)
+		if !ok || !isLocked(statePath(key)) {
+			continue
+		}
+		// Further interfaces of a device have files of the same content.
+		if ow, err := readOwner(key); err == nil && ow.Device == key {
+			owners = append(owners, ow)
+		}
+	}
+	return owners, nil
 }
 
 func ownerPID(key string) string {

@@ -52,8 +52,8 @@ func runStatus(w io.Writer, opts statusOptions) error {
 		return err
 	}
 	if len(devs) == 0 {
-		return fmt.Errorf("no metaroce device found: looked for pinned maps in %s (a device started in another mount namespace has its pins there)",
-			loader.PinRoot())
+		return fmt.Errorf("no metaroce device found: looked for pinned maps in %s, and for processes in %s",
+			loader.PinRoot(), loader.RunRoot())
 	}
 	if opts.device != "" {
 		if devs, err = selectDevices(devs, opts.device); err != nil {
