@@ -178,6 +178,7 @@ func findInterface(nl *netlink.Handle, name string) (itf Interface, lower netlin
 	// A tag is no part of an MTU: drivers take frames that are 4 bytes longer.
 	itf.MTU = min(itf.MTU, itf.lowerMTU())
 	itf.Driver = driverName(lower.Attrs().Name, lower.Type())
+	itf.Channels, itf.NUMACPUs = channels(lower.Attrs().Name), numaCPUs(lower.Attrs().Name)
 	if itf.MTU < MinMTU {
 		return itf, nil, fmt.Errorf("interface %s: MTU is %d, want at least %d (1024 bytes of payload and the headers)",
 			name, itf.MTU, MinMTU)

@@ -51,6 +51,10 @@ type Interface struct {
 	VLAN   *VLAN  `json:"vlan,omitempty"`
 
 	Macvlan *Below `json:"macvlan,omitempty"`
+
+	// Of the interface that the programs are attached to.
+	Channels int   `json:"channels,omitempty"`  // transmit channels; 0: the driver does not tell
+	NUMACPUs []int `json:"numa_cpus,omitempty"` // CPUs of its device's NUMA node
 }
 
 // Values of Interface.Mode.
@@ -78,10 +82,10 @@ type Objects struct {
 
 	owner      Owner
 	stateFiles []*os.File
-	log       *slog.Logger
-	undo      []func() error // what Close does, last first
-	closeOnce sync.Once
-	closeErr  error
+	log        *slog.Logger
+	undo       []func() error // what Close does, last first
+	closeOnce  sync.Once
+	closeErr   error
 }
 
 // Load loads the device's programs, attaches them in the calling thread's network namespace to

@@ -109,6 +109,8 @@ type Region struct {
 // Pump is the device's sending thread.
 type Pump struct {
 	Sleeping bool   `json:"sleeping"`
+	CPUs     string `json:"cpus"` // where its thread may run, as in /proc/PID/status; "" if unknown
+	Pinned   bool   `json:"pinned"`
 	Sent     uint64 `json:"sent"`  // runs that emitted a packet
 	Idle     uint64 `json:"idle"`  // runs that found no connection ready
 	Ready    uint32 `json:"ready"` // connections that wait for their turn
@@ -156,7 +158,7 @@ func Collect(s Source, d loader.Device) (*Status, error) {
 	if err != nil {
 		return nil, fmt.Errorf("device %s: %w", d.Name, err)
 	}
-	st.Pump = Pump{Sleeping: p.Sleeping != 0, Sent: p.Sent, Idle: p.Idle, Ready: p.Tail - p.Head}
+	st.Pump = Pump{Sleeping: p.Sleeping != 0, CPUs: d.Owner.PumpCPUs, Pinned: d.Owner.PumpCPU != nil, Sent: p.Sent, Idle: p.Idle, Ready: p.Tail - p.Head}
 	counters, err := s.Counters()
 	if err != nil {
 		return nil, fmt.Errorf("device %s: %w", d.Name, err)

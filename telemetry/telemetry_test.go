@@ -163,7 +163,7 @@ func example() (*fakeDevice, loader.Device) {
 	d := loader.Device{
 		Dir: "/sys/fs/bpf/metaroce/4026532300-h0p0", Name: "4026532300-h0p0", Alive: true,
 		Owner: loader.Owner{
-			PID: 4711, Device: "4026532300-h0p0", Netns: 4026532300, Port: 4791, MaxConns: 256,
+			PID: 4711, Device: "4026532300-h0p0", PumpCPUs: "0", PumpCPU: new(int), Netns: 4026532300, Port: 4791, MaxConns: 256,
 			Since: time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC),
 			Interfaces: []loader.Interface{
 				{Name: "h0p0", Index: 3, MTU: 3400, MAC: "02:00:00:00:00:01", Driver: "veth", Mode: loader.ModeNative},

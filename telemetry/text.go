@@ -105,10 +105,17 @@ func row(t *tabwriter.Writer, cells ...string) {
 }
 
 func pumpState(p Pump) string {
+	state := "awake"
 	if p.Sleeping {
-		return "asleep"
+		state = "asleep"
 	}
-	return "awake"
+	switch {
+	case p.Pinned:
+		state += " on CPU " + p.CPUs
+	case p.CPUs != "":
+		state += " on any of CPUs " + p.CPUs
+	}
+	return state
 }
 
 func hex(v uint64) string { return "0x" + strconv.FormatUint(v, 16) }

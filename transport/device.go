@@ -37,6 +37,10 @@ type Config struct {
 	Generic bool
 	// PreferIPv6 uses an interface's IPv6 address even if it has an IPv4 one.
 	PreferIPv6 bool
+	// PumpCPU is the CPU on which the pump runs. nil leaves the choice to the
+	// device: any CPU where interfaces have one transmit queue, else one of those
+	// that all interfaces' drivers send from.
+	PumpCPU *int
 	// Spin is how long the pump looks for work before it sleeps, default 200 us;
 	// negative is not at all.
 	Spin time.Duration

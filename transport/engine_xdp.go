@@ -30,7 +30,7 @@ func Open(ctx context.Context, cfg Config) (*Device, error) {
 	eng, err := xdp.Open(ctx, xdp.Config{
 		Interfaces: cfg.Interfaces, Port: cfg.Port, Payload: cfg.Payload, DSCP: int(*cfg.DSCP),
 		ChecksumOff: cfg.ChecksumOff, Generic: cfg.Generic, PreferIPv6: cfg.PreferIPv6,
-		Spin: cfg.Spin, RetryTime: cfg.RetryTime, Keepalive: cfg.Keepalive,
+		PumpCPU: cfg.PumpCPU, Spin: cfg.Spin, RetryTime: cfg.RetryTime, Keepalive: cfg.Keepalive,
 		MaxConns: cfg.MaxConns, PathPool: cfg.PathPool, MaxRegions: cfg.MaxRegions, Logger: cfg.Logger,
 	})
 	if err != nil {

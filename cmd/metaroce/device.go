@@ -33,6 +33,7 @@ type deviceFlags struct {
 	checksum string
 	udpPort  uint16
 	generic  bool
+	pumpCPU  int
 }
 
 func (f *deviceFlags) register(flags *pflag.FlagSet) {
@@ -41,6 +42,7 @@ func (f *deviceFlags) register(flags *pflag.FlagSet) {
 	flags.IntVarP(&f.payload, "mtu", "m", 0, "bytes of payload a packet: 1024, 2048 or 3072 (default: the largest that fits)")
 	flags.StringVar(&f.checksum, "checksum", "on", "UDP checksums, on or off; off only if the peer says so too")
 	flags.Uint16Var(&f.udpPort, "udp-port", wire.UDPPort, "UDP port of data, the same at both ends")
+	flags.IntVar(&f.pumpCPU, "pump-cpu", -1, "CPU of the sending thread (default: chosen by the interfaces' queues)")
 	flags.BoolVar(&f.generic, "generic", false, "allow XDP in generic mode, for drivers without native XDP (slow)")
 }
 
@@ -59,8 +61,13 @@ func (f *deviceFlags) config() (transport.Config, error) {
 		return c, fmt.Errorf("--paths %d, want 1 to %d", f.paths, core.MaxPaths)
 	case f.payload != 0 && !slices.Contains(core.Payloads[:], f.payload):
 		return c, fmt.Errorf("--mtu %d, want one of %v", f.payload, core.Payloads)
+	case f.pumpCPU < -1:
+		return c, fmt.Errorf("--pump-cpu %d, want a CPU's number, or -1 to choose", f.pumpCPU)
 	case f.udpPort == 0:
 		return c, errors.New("--udp-port 0, want 1 to 65535")
+	}
+	if f.pumpCPU >= 0 {
+		c.PumpCPU = &f.pumpCPU
 	}
 	var err error
 	c.Interfaces, err = f.interfaces()

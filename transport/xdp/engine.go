@@ -46,6 +46,7 @@ type Config struct {
 	ChecksumOff bool          // offer peers to go without the UDP checksum
 	Generic     bool          // generic XDP
 	PreferIPv6  bool          // use a plane's IPv6 address though it has an IPv4 one
+	PumpCPU     *int          // where the pump runs; nil: chosen by the interfaces' queues
 	Spin        time.Duration // without a packet, before the pump sleeps
 	RetryTime   time.Duration // without progress, before a connection fails
 	Keepalive   time.Duration // without a word, before an idle peer is asked; 0: core's default
@@ -178,6 +179,9 @@ func Open(ctx context.Context, cfg Config) (_ *Engine, err error) {
 		}
 	}
 	if e.pump, err = newPump(e.reg.Tx, e.reg.Wake, e.pumpWords, e.payload, cfg.Spin, e.clk, e.log); err != nil {
+		return nil, err
+	}
+	if err = e.choosePumpCPUs(ctx); err != nil {
 		return nil, err
 	}
 	e.bell = bell{words: e.pumpWords, wake: e.pump.wake}

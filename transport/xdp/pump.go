@@ -109,7 +109,8 @@ type pump struct {
 	clk    clock
 	log    *slog.Logger
 	wakeFD int
-	bell   int // eventfd
+	cpus   []int // where its thread may run; nil: anywhere
+	bell   int   // eventfd
 	epoll  int
 	ring   wakeRing
 	woken  func()      // called when the pump has work again after a sleep
@@ -184,6 +185,10 @@ func (p *pump) thread(ns netns.NsHandle, ready chan<- error) {
 	defer close(p.done)
 	if err := netns.Set(ns); err != nil {
 		ready <- fmt.Errorf("pump: enter the device's network namespace: %w", err)
+		return
+	}
+	if err := p.bind(); err != nil {
+		ready <- err
 		return
 	}
 	name := [16]byte{'m', 'r', '-', 'p', 'u', 'm', 'p'}
