@@ -135,4 +135,3 @@ func TestForeignJumboFramesPassWhileWritesRunOverTheSameInterface(t *testing.T) 
 		})
 	}
 }
-

@@ -36,7 +36,10 @@ func TestPumpsOfOtherDevicesAreCountedWhereTheyArePinned(t *testing.T) {
 	}
 	b := mustLoad(t, Options{Interfaces: []string{planeB}})
 	seen := 0
-	look := func(pumps map[int]int) (Placement, error) { seen = pumps[cpu]; return Placement{CPUs: []int{0, 1}}, nil }
+	look := func(pumps map[int]int) (Placement, error) {
+		seen = pumps[cpu]
+		return Placement{CPUs: []int{0, 1}}, nil
+	}
 	if err := b.PlacePump(t.Context(), look); err != nil {
 		t.Fatal(err)
 	}
