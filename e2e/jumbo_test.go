@@ -88,11 +88,12 @@ func TestForeignJumboFramesPassWhileWritesRunOverTheSameInterface(t *testing.T) 
 	for _, c := range fewer(1, []struct {
 		name string
 		cfg  lab.Config
-		// A veth's ring of 256 frames is TCP's too, and drops what either side has too much.
-		repairs float64 // at most, of packets sent
+		// At most, of packets sent. A veth's ring of 256 frames is TCP's too, and drops what both together
+		// have too much: where the receiving end is polled late, as on an emulated machine (6.1: 1.6 %).
+		repairs float64
 	}{
-		{"a switch", lab.Config{MTU: 9000}, 0.01},
-		{"no switch", lab.Config{Direct: true, MTU: 9000}, 0.01},
+		{"a switch", lab.Config{MTU: 9000}, pick(0.01, 0.05)},
+		{"no switch", lab.Config{Direct: true, MTU: 9000}, pick(0.01, 0.05)},
 	}) {
 		t.Run(c.name, func(t *testing.T) {
 			l := newLab(t, c.cfg)
