@@ -89,11 +89,11 @@ func TestForeignJumboFramesPassWhileWritesRunOverTheSameInterface(t *testing.T) 
 		name string
 		cfg  lab.Config
 		// At most, of packets sent. A veth's ring of 256 frames is TCP's too, and drops what both together
-		// have too much: where the receiving end is polled late, as on an emulated machine (6.1: 1.6 %).
+		// have too much: none here, up to 1.6 % seen where the receiving end is polled late (6.1, emulated).
 		repairs float64
 	}{
-		{"a switch", lab.Config{MTU: 9000}, pick(0.01, 0.05)},
-		{"no switch", lab.Config{Direct: true, MTU: 9000}, pick(0.01, 0.05)},
+		{"a switch", lab.Config{MTU: 9000}, 0.05},
+		{"no switch", lab.Config{Direct: true, MTU: 9000}, 0.05},
 	}) {
 		t.Run(c.name, func(t *testing.T) {
 			l := newLab(t, c.cfg)
