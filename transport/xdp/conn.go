@@ -36,10 +36,11 @@ type Conn struct {
 	qmem  []byte
 	pages *ebpf.Map
 
-	done   atomic.Uint32 // requests that SendDone has reported as successful
-	over   atomic.Bool   // failed or closed: the control loop leaves it alone
-	events chan struct{}
-	failed chan struct{}
+	done    atomic.Uint32 // requests that SendDone has reported as successful
+	latched atomic.Uint32 // receives that are known to be complete, see latchReceives
+	over    atomic.Bool   // failed or closed: the control loop leaves it alone
+	events  chan struct{}
+	failed  chan struct{}
 
 	mu      sync.Mutex
 	started bool // the kernel knows it
@@ -358,10 +359,10 @@ func (c *Conn) RecvDone(n uint32) (core.Received, bool) {
 	if c.q == nil {
 		return core.Received{Status: core.StatusFlushed}, false
 	}
-	r := &c.q.Rcq[n%core.RQDepth]
-	if atomic.LoadUint64(&r.Valid) != validWord(n) || !after(atomic.LoadUint32(&c.q.RxCum), atomic.LoadUint32(&r.Psn)) {
+	if !c.recvComplete(n) {
 		return core.Received{}, false
 	}
+	r := &c.q.Rcq[n%core.RQDepth]
 	return core.Received{Imm: atomic.LoadUint32(&r.Imm), Length: atomic.LoadUint32(&r.Len)}, true
 }
 

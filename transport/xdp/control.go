@@ -30,7 +30,7 @@ func (e *Engine) controlLoop() {
 		for i := range e.conns {
 			if c := e.conns[i].Load(); c != nil {
 				any = true
-				next = min(next, c.tick(now))
+				next = min(next, c.tick(now), now+latchNs)
 			}
 		}
 		if any && e.pump.awake.Load() {
@@ -55,6 +55,7 @@ func (c *Conn) tick(now int64) (next int64) {
 	if c.over.Load() || c.q == nil {
 		return never
 	}
+	c.catchUp()
 	tail := atomic.LoadUint32(&c.q.SqTail)
 	if forced := c.force.Swap(false); !forced && now < c.nextNs && tail == c.snap.SqTail {
 		return c.nextNs

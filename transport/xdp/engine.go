@@ -159,11 +159,11 @@ func Open(ctx context.Context, cfg Config) (_ *Engine, err error) {
 	if err = e.findPlanes(); err != nil {
 		return nil, err
 	}
-	e.slots = newIndexes("connection slots", 0, e.reg.MaxConns, uint32(1<<24/e.reg.MaxConns-1), 1)
+	firstGen := uint32(1) // QPNs 0 and 1 are reserved (InfiniBand: subnet management, general services)
 	if e.reg.MaxConns == 1 {
-		e.slots.min = 2 // QPN 1 is reserved (InfiniBand: general services)
-		e.slots.gen[0] = 2
+		firstGen = 2
 	}
+	e.slots = newIndexes("connection slots", 0, e.reg.MaxConns, uint32(1<<24/e.reg.MaxConns-1), firstGen)
 	e.regions = newIndexes("memory regions", 1, e.reg.MaxRegions, 0xff, 0) // index 0: no key is ever 0
 	e.pool = &ranges{used: make([]bool, e.reg.PathPool)}
 	e.conns = make([]atomic.Pointer[Conn], e.reg.MaxConns)
@@ -334,7 +334,11 @@ func (e *Engine) fail(err error) {
 // eventLoop hands records of mr_event to the connections that they are for.
 func (e *Engine) eventLoop() {
 	var rec ringbuf.Record
+	var lost overrun
 	for {
+		if lost.look(e.events.AvailableBytes(), e.events.BufferSize()) {
+			e.notifyAll()
+		}
 		err := e.events.ReadInto(&rec)
 		if errors.Is(err, ringbuf.ErrClosed) {
 			return

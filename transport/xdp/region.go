@@ -3,6 +3,8 @@
 package xdp
 
 import (
+	crand "crypto/rand"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"sync"
@@ -108,7 +110,8 @@ func (r *Region) close() error {
 }
 
 // indexes hands out table indexes with a generation, the longest unused first, so that a
-// generation comes back as late as can be.
+// generation comes back as late as can be. The order and each index's first generation are random:
+// what has been handed out before, here or in an earlier process, tells nobody what comes next.
 type indexes struct {
 	mu   sync.Mutex
 	what string
@@ -122,9 +125,20 @@ func newIndexes(what string, first, n int, mask, minGen uint32) *indexes {
 	x := &indexes{what: what, gen: make([]uint32, n), mask: mask, min: minGen}
 	for i := first; i < n; i++ {
 		x.free = append(x.free, uint32(i))
-		x.gen[i] = minGen
+		x.gen[i] = minGen + random(mask-minGen+1)
+	}
+	for i := len(x.free) - 1; i > 0; i-- {
+		j := random(uint32(i + 1))
+		x.free[i], x.free[j] = x.free[j], x.free[i]
 	}
 	return x
+}
+
+// random is below n, which is not 0, and cannot be foretold.
+func random(n uint32) uint32 {
+	var b [8]byte
+	crand.Read(b[:])                                            // never fails
+	return uint32(binary.NativeEndian.Uint64(b[:]) % uint64(n)) // 2^64 is so much more than n that all are alike
 }
 
 func (x *indexes) take() (index, gen uint32, err error) {

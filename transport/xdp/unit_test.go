@@ -176,15 +176,23 @@ func TestPumpSleepsOnlyWhenNothingIsDue(t *testing.T) {
 
 func TestIndexComesBackLastAndWithTheNextGeneration(t *testing.T) {
 	x := newIndexes("things", 1, 4, 0xff, 0)
-	a, _, err := x.take()
-	if err != nil || a != 1 {
-		t.Fatalf("first index %d, %v; want 1", a, err)
-	}
-	x.give(a)
-	for _, want := range [][2]uint32{{2, 0}, {3, 0}, {1, 1}} {
-		if i, gen, err := x.take(); err != nil || i != want[0] || gen != want[1] {
-			t.Errorf("index %d generation %d, %v; want %v", i, gen, err, want)
+	take := func() (index, gen uint32) {
+		t.Helper()
+		index, gen, err := x.take()
+		if err != nil || index < 1 || index > 3 {
+			t.Fatalf("index %d, %v; want 1 to 3", index, err)
 		}
+		return index, gen
+	}
+	first, gen := take()
+	x.give(first)
+	for range 2 {
+		if i, _ := take(); i == first {
+			t.Errorf("index %d is back while others were unused for longer", i)
+		}
+	}
+	if i, g := take(); i != first || g != (gen+1)&0xff {
+		t.Errorf("index %d generation %d, want %d and %d", i, g, first, (gen+1)&0xff)
 	}
 	if _, _, err := x.take(); err == nil {
 		t.Error("a fourth of three indexes")
@@ -193,18 +201,59 @@ func TestIndexComesBackLastAndWithTheNextGeneration(t *testing.T) {
 
 func TestGenerationsWrapToTheFirstOne(t *testing.T) {
 	x := newIndexes("things", 0, 1, 3, 1)
-	var got []uint32
+	_, last, err := x.take()
+	if err != nil {
+		t.Fatal(err)
+	}
 	for range 5 {
+		x.give(0)
+		_, gen, err := x.take()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if want := last%3 + 1; gen != want {
+			t.Fatalf("generation %d after %d, want %d", gen, last, want)
+		}
+		last = gen
+	}
+}
+
+// What one process was given tells nobody what another is given: of 200 tables no first index and no
+// generation is in nearly all.
+func TestIndexesAndGenerationsBeginAtRandom(t *testing.T) {
+	const tables = 200
+	indexes, gens := map[uint32]int{}, map[uint32]int{}
+	for range tables {
+		x := newIndexes("memory regions", 1, 256, 0xff, 0)
 		i, gen, err := x.take()
 		if err != nil {
 			t.Fatal(err)
 		}
-		got = append(got, gen)
-		x.give(i)
+		indexes[i]++
+		gens[gen]++
+		seen := map[uint32]bool{i: true}
+		for range 254 {
+			i, _, err := x.take()
+			if err != nil || i < 1 || i > 255 || seen[i] {
+				t.Fatalf("index %d, %v; want each of 1 to 255 once", i, err)
+			}
+			seen[i] = true
+		}
 	}
-	for i, want := range []uint32{1, 2, 3, 1, 2} {
-		if got[i] != want {
-			t.Fatalf("generations %v, want 1 2 3 1 2", got)
+	// 255 and 256 values: by chance some 115 different ones of 200 come.
+	if len(indexes) < 60 || len(gens) < 60 {
+		t.Errorf("%d first indexes and %d generations in %d tables, want many", len(indexes), len(gens), tables)
+	}
+}
+
+func TestNoQPNIsOneOfInfiniBandsOwn(t *testing.T) {
+	for range 1000 {
+		for _, c := range []struct{ conns, first uint32 }{{1, 2}, {2, 1}, {256, 1}} {
+			x := newIndexes("connection slots", 0, int(c.conns), 1<<24/c.conns-1, c.first)
+			slot, gen, err := x.take()
+			if qpn := gen*c.conns + slot; err != nil || qpn < 2 || qpn >= 1<<24 {
+				t.Fatalf("%d slots: QPN %#x, %v; want 2 to 0xffffff", c.conns, qpn, err)
+			}
 		}
 	}
 }

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package xdp
+
+import (
+	"sync/atomic"
+	"testing"
+
+	"github.com/metaroce/metaroce/loader"
+	"github.com/metaroce/metaroce/transport/core"
+)
+
+// bareConn is a connection whose words a test sets in the kernel's place.
+func bareConn() *Conn { return &Conn{q: &loader.QPage{}, events: make(chan struct{}, 1)} }
+
+// receive writes the record of receive n as mr_rx does.
+func receive(c *Conn, n, psn, imm uint32) {
+	r := &c.q.Rcq[n%core.RQDepth]
+	r.Psn, r.Imm, r.Len = psn, imm, 5
+	atomic.StoreUint64(&r.Valid, validWord(n))
+}
+
+func wantReceive(t *testing.T, c *Conn, n, imm uint32) {
+	t.Helper()
+	if r, ok := c.RecvDone(n); !ok || r.Imm != imm || r.Status != core.StatusSuccess {
+		t.Errorf("receive %d: %+v, complete %v; want immediate %d", n, r, ok, imm)
+	}
+}
+
+func TestReceiveThatNobodyPollsStaysComplete(t *testing.T) {
+	c := bareConn()
+	first := uint32(0xffffff00)
+	c.PostRecv(3)
+	receive(c, 0, first, 10)
+	receive(c, 1, first+1, 11)
+	atomic.StoreUint32(&c.q.RxCum, first+2)
+	c.catchUp()
+	// Writes without an immediate go on for more than half of all psns.
+	for _, cum := range []uint32{first + 1<<30, first + 1<<31 + 1, first + 3<<30, first} {
+		atomic.StoreUint32(&c.q.RxCum, cum)
+		c.catchUp()
+		wantReceive(t, c, 0, 10)
+		wantReceive(t, c, 1, 11)
+		if r, ok := c.RecvDone(2); ok {
+			t.Errorf("receive 2 is complete with %+v, but nothing came", r)
+		}
+	}
+	// It completes by and by, and those before it stay what they are.
+	receive(c, 2, first, 12)
+	atomic.StoreUint32(&c.q.RxCum, first+1)
+	wantReceive(t, c, 2, 12)
+	c.catchUp()
+	wantReceive(t, c, 2, 12)
+}
+
+func TestReceiveWhosePacketsAreMissingIsNotLatched(t *testing.T) {
+	c := bareConn()
+	c.PostRecv(2)
+	receive(c, 0, 100, 1) // arrived, but psn 99 has not
+	atomic.StoreUint32(&c.q.RxCum, 99)
+	receive(c, 1, 101, 2)
+	c.catchUp()
+	if _, ok := c.RecvDone(0); ok {
+		t.Error("a receive is complete before all below its psn has arrived")
+	}
+	atomic.StoreUint32(&c.q.RxCum, 102)
+	c.catchUp()
+	wantReceive(t, c, 0, 1)
+	wantReceive(t, c, 1, 2)
+}
+
+func TestLatchEndsAtWhatWasPosted(t *testing.T) {
+	c := bareConn()
+	// A queue page that claims everything: all records of a whole round look valid and old.
+	for n := range uint32(core.RQDepth) {
+		receive(c, n, 0, n)
+	}
+	atomic.StoreUint32(&c.q.RxCum, 1)
+	c.PostRecv(core.RQDepth)
+	c.catchUp()
+	if got := c.latched.Load(); got != core.RQDepth {
+		t.Errorf("%d receives latched, want %d", got, core.RQDepth)
+	}
+	// The slot of receive 128 still holds record 0.
+	c.PostRecv(core.RQDepth + 1)
+	c.catchUp()
+	if _, ok := c.RecvDone(core.RQDepth); ok {
+		t.Error("a receive is complete by an older record in its slot")
+	}
+}
+
+func TestConsumerWhoseEventWasLostIsWoken(t *testing.T) {
+	send := func(c *Conn, msn, psn uint32) {
+		s := &c.q.Scq[msn%core.SQDepth]
+		s.LastPsn = psn
+		atomic.StoreUint64(&s.Valid, validWord(msn))
+	}
+	for _, tc := range []struct {
+		name string
+		make func(c *Conn)
+		want bool
+	}{
+		{"send complete and armed", func(c *Conn) {
+			send(c, 0, 7)
+			atomic.StoreUint32(&c.q.TxCum, 8)
+			c.ArmSend(0)
+		}, true},
+		{"receive complete and armed", func(c *Conn) {
+			c.PostRecv(1)
+			receive(c, 0, 7, 0)
+			atomic.StoreUint32(&c.q.RxCum, 8)
+			c.ArmRecv(0)
+		}, true},
+		{"send refused by the peer", func(c *Conn) {
+			send(c, 0, 7)
+			atomic.StoreUint32(&c.q.TxCum, 7)
+			atomic.StoreUint32(&c.q.NakPsn, 7)
+			atomic.StoreUint32(&c.q.NakSyndrome, 0x62)
+			c.ArmSend(0)
+		}, true},
+		{"complete, but nobody waits", func(c *Conn) {
+			send(c, 0, 7)
+			atomic.StoreUint32(&c.q.TxCum, 8)
+		}, false},
+		{"armed, but not complete", func(c *Conn) {
+			send(c, 0, 7)
+			atomic.StoreUint32(&c.q.TxCum, 7)
+			c.ArmSend(0)
+			c.PostRecv(1)
+			c.ArmRecv(0)
+		}, false},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			c := bareConn()
+			tc.make(c)
+			for i, want := range []bool{tc.want, false} { // once and no more
+				c.catchUp()
+				select {
+				case <-c.Events():
+					if !want {
+						t.Errorf("look %d gives an event", i)
+					}
+				default:
+					if want {
+						t.Errorf("look %d gives no event", i)
+					}
+				}
+			}
+		})
+	}
+}
+
+func TestLostRecordsAreNoticedWhenTheRingHasBeenRead(t *testing.T) {
+	const size = 4096
+	var o overrun
+	for i, step := range []struct {
+		available int
+		want      bool
+	}{
+		{16, false}, {0, false}, {size / 2, false}, {0, false}, // it was never in danger
+		{size, false}, {size - 16, false}, {16, false}, {0, true}, {0, false},
+	} {
+		if got := o.look(step.available, size); got != step.want {
+			t.Errorf("step %d, %d bytes: %v, want %v", i, step.available, got, step.want)
+		}
+	}
+}
