@@ -73,6 +73,7 @@ type Session struct {
 
 	poll    bool
 	cq      *transport.CQ
+	pd      *transport.PD // of all queue pairs
 	send    *transport.Memory
 	landing *transport.Memory // nil where the peer does not write
 	control *transport.Memory
@@ -166,7 +167,7 @@ func nextCaller(ctx context.Context, l *transport.Listener) (*transport.Incoming
 }
 
 func (s *Session) accept(ctx context.Context, in *transport.Incoming, h hello) error {
-	c, err := in.Accept(ctx, welcome{Landing: s.landingOf(h.Index), Control: s.controlWindow()}.marshal(), transport.WithSendCQ(s.cq))
+	c, err := in.Accept(ctx, welcome{Landing: s.landingOf(h.Index), Control: s.controlWindow()}.marshal(), transport.WithSendCQ(s.cq), transport.WithPD(s.pd))
 	if err != nil {
 		return err
 	}
@@ -195,7 +196,7 @@ func Connect(ctx context.Context, d *transport.Device, addr string, p Params, o 
 		if h.Index > 0 {
 			wait = 0
 		}
-		c, err := DialRetry(ctx, d, addr, h.marshal(), wait, transport.WithSendCQ(s.cq))
+		c, err := DialRetry(ctx, d, addr, h.marshal(), wait, transport.WithSendCQ(s.cq), transport.WithPD(s.pd))
 		if err != nil {
 			return nil, err
 		}
@@ -251,14 +252,17 @@ func DialRetry(ctx context.Context, d *transport.Device, addr string, private []
 }
 
 func (s *Session) allocate(d *transport.Device, landing bool) (err error) {
-	if s.control, err = d.AllocMemory(2*controlBytes, core.LocalWrite|core.RemoteWrite); err != nil {
+	if s.pd, err = d.AllocPD(); err != nil {
+		return err
+	}
+	if s.control, err = s.pd.AllocMemory(2*controlBytes, core.LocalWrite|core.RemoteWrite); err != nil {
 		return fmt.Errorf("control page: %w", err)
 	}
-	if s.send, err = d.AllocMemory(s.Params.stride(), core.LocalWrite); err != nil {
+	if s.send, err = s.pd.AllocMemory(s.Params.stride(), core.LocalWrite); err != nil {
 		return fmt.Errorf("send buffer: %w", err)
 	}
 	if landing {
-		if s.landing, err = d.AllocMemory(uint64(s.Params.QPs)*s.Params.stride(), core.LocalWrite|core.RemoteWrite); err != nil {
+		if s.landing, err = s.pd.AllocMemory(uint64(s.Params.QPs)*s.Params.stride(), core.LocalWrite|core.RemoteWrite); err != nil {
 			return fmt.Errorf("landing area: %w", err)
 		}
 	}
@@ -606,6 +610,9 @@ func (s *Session) Close() error {
 		if m != nil {
 			errs = append(errs, m.Close())
 		}
+	}
+	if s.pd != nil {
+		errs = append(errs, s.pd.Close())
 	}
 	return errors.Join(errs...)
 }

@@ -54,21 +54,7 @@ func NewRig(ctx context.Context, l *lab.Lab, cfg transport.Config, size uint64) 
 }
 
 func (r *Rig) connect(ctx context.Context, size uint64) error {
-	alloc := func(d *transport.Device, access core.Access) (*transport.Memory, error) {
-		m, err := d.AllocMemory(size, access)
-		if err == nil {
-			r.mems = append(r.mems, m)
-		}
-		return m, err
-	}
-	local, err := alloc(r.Client, core.LocalWrite)
-	if err != nil {
-		return err
-	}
-	remote, err := alloc(r.Server, core.LocalWrite|core.RemoteWrite)
-	if err != nil {
-		return err
-	}
+	var err error
 	if r.ln, err = r.Server.Listen(ctx, r.Lab.Addr(1, 0).String()+":0"); err != nil {
 		return err
 	}
@@ -86,6 +72,21 @@ func (r *Rig) connect(ctx context.Context, size uint64) error {
 		_ = r.ln.Close() // ends the Accept
 	}
 	if err := errors.Join(err, <-accepted); err != nil {
+		return err
+	}
+	alloc := func(pd *transport.PD, access core.Access) (*transport.Memory, error) {
+		m, err := pd.AllocMemory(size, access)
+		if err == nil {
+			r.mems = append(r.mems, m)
+		}
+		return m, err
+	}
+	local, err := alloc(r.Conn.PD(), core.LocalWrite)
+	if err != nil {
+		return err
+	}
+	remote, err := alloc(r.peer.PD(), core.LocalWrite|core.RemoteWrite)
+	if err != nil {
 		return err
 	}
 	r.Target = Target{Conn: r.Conn, Local: local, RemoteAddr: remote.Addr(), RKey: remote.RKey()}

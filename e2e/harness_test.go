@@ -123,7 +123,8 @@ type host struct {
 	lab   *lab.Lab
 	index int
 	dev   *transport.Device
-	dir   string // of the device's pins
+	pd    *transport.PD // of its memory and connections, in tests that are not about domains
+	dir   string        // of the device's pins
 }
 
 // open opens a device on all planes unless cfg names interfaces. It is closed at the end of the test.
@@ -137,7 +138,9 @@ func (h *host) open(t *testing.T, cfg transport.Config) error {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	err := h.lab.Do(h.index, func() (err error) {
-		h.dev, err = transport.Open(ctx, cfg)
+		if h.dev, err = transport.Open(ctx, cfg); err == nil {
+			h.pd, err = h.dev.AllocPD()
+		}
 		return err
 	})
 	if err != nil {
@@ -266,7 +269,7 @@ func (h *host) register(t *testing.T, c *transport.Conn) (r loader.Conn) {
 // nothing uses it then.
 func (h *host) alloc(t *testing.T, size uint64) *transport.Memory {
 	t.Helper()
-	m, err := h.dev.AllocMemory(size, core.LocalWrite|core.RemoteWrite)
+	m, err := h.pd.AllocMemory(size, core.LocalWrite|core.RemoteWrite)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -325,12 +328,12 @@ func connect(t *testing.T, a, b *host) [2]*transport.Conn {
 	go func() {
 		in, err := l.Accept(ctx)
 		if err == nil {
-			c[1], err = in.Accept(ctx, nil)
+			c[1], err = in.Accept(ctx, nil, transport.WithPD(b.pd))
 		}
 		accepted <- err
 	}()
 	var err error
-	c[0], err = a.dev.Dial(ctx, b.setupAddr(), nil)
+	c[0], err = a.dev.Dial(ctx, b.setupAddr(), nil, transport.WithPD(a.pd))
 	if err := errors.Join(err, <-accepted); err != nil {
 		t.Fatal(err)
 	}

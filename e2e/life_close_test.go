@@ -349,7 +349,7 @@ func comeAndGo(t *testing.T, h [2]*host, from, to *transport.Memory, rounds int)
 	for i := range uint64(workers) {
 		go func() {
 			for n := left.Add(-1); n >= 0; n = left.Add(-1) {
-				c, err := h[0].dev.Dial(ctx, h[1].setupAddr(), nil)
+				c, err := h[0].dev.Dial(ctx, h[1].setupAddr(), nil, transport.WithPD(h[0].pd))
 				if err == nil {
 					ours, theirs := from.Bytes()[i*size:][:size], to.Bytes()[i*size:][:size]
 					noise(ours, uint64(n))
@@ -381,7 +381,7 @@ func comeAndGo(t *testing.T, h [2]*host, from, to *transport.Memory, rounds int)
 					errs <- err
 					return
 				}
-				c, err := in.Accept(ctx, nil)
+				c, err := in.Accept(ctx, nil, transport.WithPD(h[1].pd))
 				if err != nil {
 					errs <- err
 					return

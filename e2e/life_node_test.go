@@ -103,6 +103,7 @@ type nodeServer struct {
 
 	mu   sync.Mutex
 	dev  *transport.Device
+	pd   *transport.PD
 	conn *transport.Conn
 }
 
@@ -168,11 +169,15 @@ func (n *nodeServer) do(m *nodeMsg) (err error) {
 		if err != nil {
 			return err
 		}
+		pd, err := dev.AllocPD()
+		if err != nil {
+			return err
+		}
 		n.mu.Lock()
-		n.dev = dev
+		n.dev, n.pd = dev, pd
 		n.mu.Unlock()
 	case opAlloc:
-		n.mem, err = n.dev.AllocMemory(m.Size, core.AllAccess)
+		n.mem, err = n.pd.AllocMemory(m.Size, core.AllAccess)
 		if err != nil {
 			return err
 		}
@@ -191,13 +196,13 @@ func (n *nodeServer) do(m *nodeMsg) (err error) {
 		if err != nil {
 			return err
 		}
-		c, err := in.Accept(ctx, nil)
+		c, err := in.Accept(ctx, nil, transport.WithPD(n.pd))
 		if err != nil {
 			return err
 		}
 		n.setConn(c)
 	case opDial:
-		c, err := n.dev.Dial(ctx, m.Peer, nil)
+		c, err := n.dev.Dial(ctx, m.Peer, nil, transport.WithPD(n.pd))
 		if err != nil {
 			return err
 		}

@@ -346,8 +346,11 @@ func TestDeviceCloseEndsAllThatItHas(t *testing.T) {
 	if _, err := da.Listen(testCtx(t), "127.0.0.1:0"); !errors.Is(err, ErrClosed) {
 		t.Errorf("Listen says %v, want ErrClosed", err)
 	}
-	if _, err := da.AllocMemory(1, 0); !errors.Is(err, ErrClosed) {
+	if _, err := m.PD().AllocMemory(1, 0); !errors.Is(err, ErrClosed) {
 		t.Errorf("AllocMemory says %v, want ErrClosed", err)
+	}
+	if _, err := da.AllocPD(); !errors.Is(err, ErrClosed) {
+		t.Errorf("AllocPD says %v, want ErrClosed", err)
 	}
 	if err := da.Close(); err != nil {
 		t.Errorf("second Close: %v", err)

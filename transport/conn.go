@@ -31,6 +31,7 @@ type WriteRequest struct {
 // Methods may be called from any goroutine.
 type Conn struct {
 	dev         *Device
+	pd          *PD
 	s           *setupConn
 	ec          engineConn
 	params      core.ConnParams
@@ -51,12 +52,13 @@ type Conn struct {
 	hand    handshake     // closing
 }
 
-// queue is a connection's send or receive queue. Everything but cq is under the
-// connection's mu.
+// queue is a connection's send or receive queue. Everything but cq and state is
+// under the connection's mu.
 type queue struct {
 	conn           *Conn
 	cq             *CQ
-	posted, polled uint32 // at most SQDepth apart
+	state          cqState // cq's
+	posted, polled uint32  // at most SQDepth apart
 	slots          [core.SQDepth]slot
 }
 
@@ -83,7 +85,15 @@ const _ = uint(core.SQDepth-core.RQDepth) + uint(core.RQDepth-core.SQDepth)
 // ConnOption changes a connection that is being set up.
 type ConnOption func(*connOptions)
 
-type connOptions struct{ send, recv *CQ }
+type connOptions struct {
+	send, recv *CQ
+	pd         *PD
+}
+
+// WithPD puts the connection into a protection domain: it uses the memory of that
+// domain, and no other. Without it a connection gets a domain of its own, see
+// Conn.PD.
+func WithPD(p *PD) ConnOption { return func(o *connOptions) { o.pd = p } }
 
 // WithSendCQ completes the connection's writes in q.
 func WithSendCQ(q *CQ) ConnOption { return func(o *connOptions) { o.send = q } }
@@ -92,16 +102,43 @@ func WithSendCQ(q *CQ) ConnOption { return func(o *connOptions) { o.send = q } }
 // WithSendCQ.
 func WithRecvCQ(q *CQ) ConnOption { return func(o *connOptions) { o.recv = q } }
 
+// connOptions applies opts and holds the connection's domain, until release or
+// until a connection takes it over.
+func (d *Device) connOptions(opts []ConnOption) (*connOptions, error) {
+	o := &connOptions{}
+	for _, opt := range opts {
+		opt(o)
+	}
+	switch {
+	case o.pd == nil:
+		d.mu.Lock()
+		o.pd = d.newPD(true)
+		o.pd.conns++
+		d.mu.Unlock()
+	case o.pd.dev != d:
+		return nil, fmt.Errorf("protection domain %d is of another device", o.pd.id)
+	default:
+		if err := o.pd.hold(&o.pd.conns); err != nil {
+			return nil, err
+		}
+	}
+	return o, nil
+}
+
+// release lets go of the domain, if no connection has taken it over.
+func (o *connOptions) release() {
+	if o.pd != nil {
+		o.pd.drop(&o.pd.conns)
+	}
+}
+
 // newConn makes a connection of a started ec. Its caller calls watch or finish.
-func newConn(d *Device, s *setupConn, ec engineConn, params core.ConnParams, private []byte, opts []ConnOption) *Conn {
+func newConn(d *Device, s *setupConn, ec engineConn, params core.ConnParams, private []byte, o *connOptions) *Conn {
 	c := &Conn{
-		dev: d, s: s, ec: ec, params: params, peerPrivate: private,
+		dev: d, pd: o.pd, s: s, ec: ec, params: params, peerPrivate: private,
 		done: make(chan struct{}), freed: make(chan struct{}),
 	}
-	var o connOptions
-	for _, opt := range opts {
-		opt(&o)
-	}
+	o.pd = nil // the connection's from here on
 	if o.send == nil {
 		o.send = newCQ(c)
 	}
@@ -117,6 +154,10 @@ func newConn(d *Device, s *setupConn, ec engineConn, params core.ConnParams, pri
 	d.conns[c] = struct{}{}
 	return c
 }
+
+// PD is the connection's protection domain: memory that it is to use comes from
+// there.
+func (c *Conn) PD() *PD { return c.pd }
 
 // PeerPrivateData is what the peer's program gave to Dial or Accept.
 func (c *Conn) PeerPrivateData() []byte { return c.peerPrivate }
@@ -186,6 +227,8 @@ func (c *Conn) post(op core.Op, w WriteRequest, imm uint32) error {
 	case m == nil:
 	case m.dev != c.dev:
 		return fmt.Errorf("%s: local memory with key %#x is of another device", op, m.key)
+	case m.pd != c.pd:
+		return fmt.Errorf("%s: local memory with key %#x is of protection domain %d, want the connection's, %d", op, m.key, m.pd.id, c.pd.id)
 	case w.LocalOffset > m.size || w.Length > m.size-w.LocalOffset:
 		return fmt.Errorf("%s of %d bytes at %d: %w, which has %d", op, w.Length, w.LocalOffset, ErrBounds, m.size)
 	default:
@@ -234,12 +277,12 @@ func (c *Conn) refused() error {
 	return fmt.Errorf("connection with %s: %w", c.s.peer, c.refuse)
 }
 
-// push counts the request that was just posted. Who waits for this queue has
-// armed nothing if there was nothing outstanding.
+// push counts the request that was just posted. A consumer cannot arm an empty
+// queue and leaves it alone, so the first request lists it.
 func (q *queue) push() {
 	q.posted++
-	if q.posted-q.polled == 1 && q.cq.waiters.Load() > 0 {
-		q.cq.wake()
+	if q.posted-q.polled == 1 {
+		q.cq.mark(q)
 	}
 }
 
@@ -329,8 +372,8 @@ func (c *Conn) finish(err error) {
 		c.err, c.refuse, c.over = err, err, true
 		c.mu.Unlock()
 		close(c.done)
-		c.send.cq.wake()
-		c.recv.cq.wake()
+		c.send.cq.mark(&c.send)
+		c.recv.cq.mark(&c.recv)
 		if !told(err) {
 			c.tell(setupMsg{Type: msgAbort, Reason: err.Error()})
 		}
@@ -341,6 +384,7 @@ func (c *Conn) finish(err error) {
 		c.dev.mu.Lock()
 		delete(c.dev.conns, c)
 		c.dev.mu.Unlock()
+		c.pd.drop(&c.pd.conns)
 		close(c.freed)
 	})
 	<-c.freed

@@ -351,7 +351,7 @@ func TestAllocMemoryRefusesBadRequests(t *testing.T) {
 		{"remote write without local", 1, core.RemoteWrite, "without local write"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			if _, err := d.AllocMemory(tc.size, tc.access); err == nil || !strings.Contains(err.Error(), tc.want) {
+			if _, err := testPD(t, d).AllocMemory(tc.size, tc.access); err == nil || !strings.Contains(err.Error(), tc.want) {
 				t.Errorf("error %v, want one with %q", err, tc.want)
 			}
 		})

@@ -112,10 +112,6 @@ func (c Config) withDefaults() (Config, error) {
 	return c, nil
 }
 
-// devicePD is the protection domain of a device's memory and connections: one
-// program, one domain. An agent that serves several gives each its own.
-const devicePD = 1
-
 // closeTime bounds what has no bound of its caller: an orderly close.
 const closeTime = 5 * time.Second
 
@@ -136,6 +132,10 @@ type Device struct {
 	conns     map[*Conn]struct{}
 	listeners map[*Listener]struct{}
 	mems      map[*Memory]struct{}
+	pds       map[uint32]*PD
+	lastPD    uint32
+
+	limits setupLimits
 }
 
 // newDevice puts a device on an engine. It owns both from here on.
@@ -146,6 +146,8 @@ func newDevice(eng engine, ns netNS, cfg Config) *Device {
 		conns:     make(map[*Conn]struct{}),
 		listeners: make(map[*Listener]struct{}),
 		mems:      make(map[*Memory]struct{}),
+		pds:       make(map[uint32]*PD),
+		limits:    defaultLimits,
 	}
 }
 

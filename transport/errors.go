@@ -31,6 +31,8 @@ var (
 	ErrBounds = errors.New("outside the memory region")
 	// ErrMemoryInUse says that memory cannot be closed yet.
 	ErrMemoryInUse = errors.New("memory in use")
+	// ErrPDInUse says that a protection domain cannot be closed yet.
+	ErrPDInUse = errors.New("protection domain in use")
 	// ErrInterfaceInUse says that another metaroce process has the interface; the text has its pid.
 	ErrInterfaceInUse = loader.ErrInUse
 	// ErrForeignProgram says that somebody else's XDP program is attached there.

@@ -22,6 +22,7 @@ type fabric struct {
 	mu      sync.Mutex
 	next    uint32
 	held    bool
+	looks   int                    // calls of SendDone, RecvDone, ArmSend and ArmRecv
 	lazy    bool                   // a refusal is found by who asks for the request, as in package xdp
 	conns   map[uint32]*fakeConn   // by QPN
 	regions map[uint32]*fakeRegion // by key
@@ -74,6 +75,7 @@ func (e *fakeEngine) Close() error             { return nil }
 
 type fakeRegion struct {
 	f    *fabric
+	pd   uint32
 	key  uint32
 	data []byte
 	acc  core.Access
@@ -81,11 +83,11 @@ type fakeRegion struct {
 
 const fakeBase = 0x10000
 
-func (e *fakeEngine) AllocRegion(size uint64, access core.Access, _ uint32) (region, error) {
+func (e *fakeEngine) AllocRegion(size uint64, access core.Access, pd uint32) (region, error) {
 	e.f.mu.Lock()
 	defer e.f.mu.Unlock()
 	e.f.next++
-	r := &fakeRegion{f: e.f, key: e.f.next << 8, data: make([]byte, size), acc: access}
+	r := &fakeRegion{f: e.f, pd: pd, key: e.f.next << 8, data: make([]byte, size), acc: access}
 	e.f.regions[r.key] = r
 	return r, nil
 }
@@ -105,6 +107,7 @@ func (r *fakeRegion) Close() error {
 
 type fakeConn struct {
 	e           *fakeEngine
+	pd          uint32
 	qpn         uint32
 	started     bool
 	closed      bool
@@ -126,7 +129,7 @@ var errRefused = errors.New("the peer refused a request")
 
 const fakePSN = 0xfffffff0 // wraps soon
 
-func (e *fakeEngine) NewConn(uint32) (engineConn, error) {
+func (e *fakeEngine) NewConn(pd uint32) (engineConn, error) {
 	if e.connErr != nil {
 		return nil, e.connErr
 	}
@@ -134,7 +137,7 @@ func (e *fakeEngine) NewConn(uint32) (engineConn, error) {
 	defer e.f.mu.Unlock()
 	e.f.next++
 	c := &fakeConn{
-		e: e, qpn: e.f.next, armS: -1, armR: -1, psn: fakePSN, recvPS: fakePSN,
+		e: e, pd: pd, qpn: e.f.next, armS: -1, armR: -1, psn: fakePSN, recvPS: fakePSN,
 		wrs: map[uint32]core.WorkRequest{}, sends: map[uint32]core.Status{}, recvs: map[uint32]core.Received{},
 		events: make(chan struct{}, 1), failed: make(chan struct{}),
 	}
@@ -183,7 +186,7 @@ func (c *fakeConn) run() {
 		dst, src := c.e.f.regions[wr.RKey], c.e.f.regions[wr.LKey]
 		off := wr.RemoteAddr - fakeBase
 		if wr.Length > 0 {
-			if dst == nil || dst.acc&core.RemoteWrite == 0 || off > uint64(len(dst.data)) || uint64(wr.Length) > uint64(len(dst.data))-off {
+			if dst == nil || dst.pd != peer.pd || dst.acc&core.RemoteWrite == 0 || off > uint64(len(dst.data)) || uint64(wr.Length) > uint64(len(dst.data))-off {
 				c.sends[c.head] = core.StatusRemAccess
 				if !c.e.f.lazy {
 					c.fail(errRefused)
@@ -253,6 +256,7 @@ func (c *fakeConn) PostRecv(n uint32) {
 
 func (c *fakeConn) SendDone(msn uint32) (core.Status, bool) {
 	defer c.enter("SendDone")()
+	c.e.f.looks++
 	s, ok := c.sends[msn]
 	if ok && s != core.StatusSuccess {
 		c.fail(errRefused)
@@ -268,6 +272,7 @@ func (c *fakeConn) SendDone(msn uint32) (core.Status, bool) {
 
 func (c *fakeConn) RecvDone(n uint32) (core.Received, bool) {
 	defer c.enter("RecvDone")()
+	c.e.f.looks++
 	r, ok := c.recvs[n]
 	if !ok && c.err != nil {
 		return core.Received{Status: core.StatusFlushed}, true
@@ -277,11 +282,13 @@ func (c *fakeConn) RecvDone(n uint32) (core.Received, bool) {
 
 func (c *fakeConn) ArmSend(msn uint32) {
 	defer c.enter("ArmSend")()
+	c.e.f.looks++
 	c.armS = int64(msn)
 }
 
 func (c *fakeConn) ArmRecv(n uint32) {
 	defer c.enter("ArmRecv")()
+	c.e.f.looks++
 	c.armR = int64(n)
 }
 
@@ -359,8 +366,34 @@ func newBench(t testing.TB) *bench {
 	return x
 }
 
-// connect sets a connection up from da to db.
+// testPD is the domain of a device's memory and connections in tests that are not
+// about domains.
+func testPD(t testing.TB, d *Device) *PD {
+	t.Helper()
+	d.mu.Lock()
+	for _, p := range d.pds {
+		if !p.own { // tests about domains do not use this one
+			d.mu.Unlock()
+			return p
+		}
+	}
+	d.mu.Unlock()
+	p, err := d.AllocPD()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+// connect sets a connection up from da to db, in the devices' test domains unless
+// opts say otherwise of da's end.
 func connect(t testing.TB, da, db *Device, opts ...ConnOption) (a, b *Conn) {
+	t.Helper()
+	return connectPD(t, da, db, append([]ConnOption{WithPD(testPD(t, da))}, opts...), []ConnOption{WithPD(testPD(t, db))})
+}
+
+// connectPD is connect with all options given.
+func connectPD(t testing.TB, da, db *Device, dial, accept []ConnOption) (a, b *Conn) {
 	t.Helper()
 	l := listen(t, db)
 	defer l.Close()
@@ -375,10 +408,10 @@ func connect(t testing.TB, da, db *Device, opts ...ConnOption) (a, b *Conn) {
 			accepted <- result{nil, err}
 			return
 		}
-		c, err := in.Accept(testCtx(t), []byte("from the listener"))
+		c, err := in.Accept(testCtx(t), []byte("from the listener"), accept...)
 		accepted <- result{c, err}
 	}()
-	a, err := da.Dial(testCtx(t), l.Addr().String(), []byte("from the dialler"), opts...)
+	a, err := da.Dial(testCtx(t), l.Addr().String(), []byte("from the dialler"), dial...)
 	if err != nil {
 		t.Fatalf("Dial: %v", err)
 	}
@@ -407,7 +440,7 @@ func testCtx(t testing.TB) context.Context {
 
 func alloc(t testing.TB, d *Device, size uint64) *Memory {
 	t.Helper()
-	m, err := d.AllocMemory(size, core.LocalWrite|core.RemoteWrite)
+	m, err := testPD(t, d).AllocMemory(size, core.LocalWrite|core.RemoteWrite)
 	if err != nil {
 		t.Fatal(err)
 	}

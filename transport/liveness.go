@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math"
 	"syscall"
 	"time"
 )
@@ -44,8 +43,8 @@ func (c *Conn) watch() {
 		for {
 			select {
 			case <-c.ec.Events():
-				c.send.cq.wake()
-				c.recv.cq.wake()
+				c.send.cq.mark(&c.send)
+				c.recv.cq.mark(&c.recv)
 			case <-c.ec.Failed():
 				err := c.ec.Err()
 				if err == nil {
@@ -136,8 +135,29 @@ func (c *Conn) hungUp(err error) {
 // reached says that psn a is at or after b.
 func reached(a, b uint32) bool { return int32(a-b) >= 0 }
 
+// psnWindow is how far a sender's next psn can be beyond what has arrived
+// (docs/wire.md, section 6).
+const psnWindow = 8192
+
+// closesAt says whether a peer can have sent all below psn last.
+func (c *Conn) closesAt(last uint32) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.over {
+		return nil
+	}
+	if recv := c.ec.RecvPSN(); last-recv > psnWindow {
+		return fmt.Errorf("%s closes at psn %d, want %d to %d", c.s.peer, last, recv, recv+psnWindow)
+	}
+	return nil
+}
+
 // answerClose is this end's part when the peer closes.
 func (c *Conn) answerClose(m setupMsg) {
+	if err := c.closesAt(m.LastPSN); err != nil {
+		c.finish(err)
+		return
+	}
 	// The answer must be there before the peer stops waiting for it.
 	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(m.WaitMs)*time.Millisecond*3/4)
 	defer cancel()
@@ -276,7 +296,7 @@ func (c *Conn) Close(ctx context.Context) error {
 		left, _ := ctx.Deadline()
 		closing = setupMsg{
 			Type: msgClose, LastPSN: c.ec.SentPSN(),
-			WaitMs: uint32(min(max(time.Until(left).Milliseconds(), 0), math.MaxUint32)),
+			WaitMs: uint32(min(max(time.Until(left).Milliseconds(), 0), maxWaitMs)),
 		}
 	}
 	c.mu.Unlock()

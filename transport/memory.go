@@ -6,14 +6,13 @@ import (
 	"fmt"
 	"math"
 	"sync/atomic"
-
-	"github.com/metaroce/metaroce/transport/core"
 )
 
 // Memory is a region that requests read from and, given the right, that peers
 // write into. Methods may be called from any goroutine.
 type Memory struct {
 	dev  *Device
+	pd   *PD
 	reg  region
 	size uint64
 	addr uint64
@@ -22,32 +21,8 @@ type Memory struct {
 	refs atomic.Int64 // requests outstanding; negative once closed
 }
 
-// AllocMemory makes a region of size bytes, at most 1 GiB, all zero. access says
-// what may be done with it besides sending from it; as in verbs, the right to
-// write from remote needs the local one.
-func (d *Device) AllocMemory(size uint64, access core.Access) (*Memory, error) {
-	switch {
-	case size == 0 || size > core.MaxRegion:
-		return nil, fmt.Errorf("memory of %d bytes, want 1 to %d", size, core.MaxRegion)
-	case access&^core.AllAccess != 0:
-		return nil, fmt.Errorf("access %#x, want a combination of %#x", uint32(access), uint32(core.AllAccess))
-	case access&core.RemoteWrite != 0 && access&core.LocalWrite == 0:
-		return nil, fmt.Errorf("access %#x has remote write without local write", uint32(access))
-	}
-	if err := d.begin(); err != nil {
-		return nil, err
-	}
-	defer d.pending.Done()
-	reg, err := d.eng.AllocRegion(size, access, devicePD)
-	if err != nil {
-		return nil, fmt.Errorf("memory of %d bytes: %w", size, err)
-	}
-	m := &Memory{dev: d, reg: reg, size: size, addr: reg.Addr(), key: reg.Key()}
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	d.mems[m] = struct{}{}
-	return m, nil
-}
+// PD is the domain that the memory is in.
+func (m *Memory) PD() *PD { return m.pd }
 
 // Bytes is the memory itself. It must not be touched after Close: it is unmapped
 // then.
@@ -96,6 +71,7 @@ func (m *Memory) Close() error {
 	m.dev.mu.Lock()
 	delete(m.dev.mems, m)
 	m.dev.mu.Unlock()
+	m.pd.drop(&m.pd.mems)
 	return m.reg.Close()
 }
 

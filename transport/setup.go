@@ -33,6 +33,12 @@ import (
 // setupTime bounds a set-up whose context does not.
 const setupTime = 10 * time.Second
 
+// setupKeepalive keeps the set-up connection, which is idle while the connection
+// lives, in the tables of firewalls and NATs on the way. They forget after a
+// minute at the least. When nothing comes back for two minutes the connection
+// times out, which is not the end of the peer: see hungUp.
+var setupKeepalive = net.KeepAliveConfig{Enable: true, Idle: 30 * time.Second, Interval: 10 * time.Second, Count: 9}
+
 // errHungUp says that the peer ended the set-up without a word.
 var errHungUp = errors.New("hung up")
 
@@ -132,9 +138,10 @@ func pair(local, remote core.Endpoint) (core.ConnParams, error) {
 // Dial sets a connection up with the listener at the TCP address addr,
 // host:port. private, at most 196 bytes, is for the peer's program.
 //
-// It ends after 10 s if ctx does not sooner. Errors: *RejectedError,
-// *VersionError, ErrNotMetaroce, those of the TCP connection, and what keeps this
-// end from starting, such as a path without a route.
+// It ends after 10 s if ctx does not sooner. A listener that hangs up without a
+// word may be overrun by callers: Dial tries again, four times in all. Errors:
+// *RejectedError, *VersionError, ErrNotMetaroce, those of the TCP connection, and
+// what keeps this end from starting, such as a path without a route.
 func (d *Device) Dial(ctx context.Context, addr string, private []byte, opts ...ConnOption) (*Conn, error) {
 	if len(private) > core.MaxPrivate {
 		return nil, fmt.Errorf("private data of %d bytes, at most %d fit", len(private), core.MaxPrivate)
@@ -143,20 +150,60 @@ func (d *Device) Dial(ctx context.Context, addr string, private []byte, opts ...
 		return nil, err
 	}
 	defer d.pending.Done()
-	ctx, cancel := d.bound(ctx)
-	defer cancel()
-	tcp, err := d.dialTCP(ctx, addr)
+	o, err := d.connOptions(opts)
 	if err != nil {
 		return nil, err
 	}
-	s := newSetupConn(tcp)
-	var c *Conn
-	err = s.during(ctx, func() error {
-		ec, err := d.eng.NewConn(devicePD)
-		if err != nil {
-			return fmt.Errorf("connection with %s: %w", s.peer, err)
+	defer o.release()
+	ctx, cancel := d.bound(ctx)
+	defer cancel()
+	for attempt := 1; ; attempt++ {
+		c, err := d.dialOnce(ctx, addr, private, o)
+		if err == nil {
+			c.watch()
+			return c, nil
 		}
-		c, err = d.dial(ctx, s, ec, private, opts)
+		var unheard *unheardError
+		if !errors.As(err, &unheard) || attempt == dialAttempts {
+			return nil, err
+		}
+		pause := dialPause/2 + rand.N(dialPause)
+		select {
+		case <-time.After(pause):
+		case <-ctx.Done():
+			return nil, err
+		}
+	}
+}
+
+// How often Dial calls a listener that hangs up without a word, and how long it
+// waits in between, on average.
+const (
+	dialAttempts = 4
+	dialPause    = 100 * time.Millisecond
+)
+
+// unheardError says that the listener hung up without a word.
+type unheardError struct{ err error }
+
+func (e *unheardError) Error() string { return e.err.Error() }
+func (e *unheardError) Unwrap() error { return e.err }
+
+// dialOnce is one attempt of Dial. What takes time is done before the TCP
+// connection is made, so that Hello follows at once: the listener does not wait
+// long for it.
+func (d *Device) dialOnce(ctx context.Context, addr string, private []byte, o *connOptions) (c *Conn, err error) {
+	ec, err := d.eng.NewConn(o.pd.id)
+	if err != nil {
+		return nil, fmt.Errorf("connection with %s: %w", addr, err)
+	}
+	tcp, err := d.dialTCP(ctx, addr)
+	if err != nil {
+		return nil, errors.Join(err, ec.Close())
+	}
+	s := newSetupConn(tcp)
+	err = s.during(ctx, func() error {
+		c, err = d.dial(ctx, s, ec, private, o)
 		if err != nil {
 			return errors.Join(err, ec.Close())
 		}
@@ -169,20 +216,27 @@ func (d *Device) Dial(ctx context.Context, addr string, private []byte, opts ...
 		_ = s.Close()
 		return nil, err
 	}
-	c.watch()
 	return c, nil
 }
 
-func (d *Device) dial(ctx context.Context, s *setupConn, ec engineConn, private []byte, opts []ConnOption) (*Conn, error) {
+func (d *Device) dial(ctx context.Context, s *setupConn, ec engineConn, private []byte, o *connOptions) (*Conn, error) {
 	local := d.endpoint(ec)
-	if err := s.write(setupMsg{Type: msgHello, Endpoint: local, Private: private}); err != nil {
+	var m setupMsg
+	err := s.write(setupMsg{Type: msgHello, Endpoint: local, Private: private})
+	if err == nil {
+		m, err = s.read(msgAccept)
+	}
+	switch {
+	case err == nil:
+	case errors.Is(err, errHungUp), errors.Is(err, syscall.ECONNRESET), errors.Is(err, syscall.EPIPE):
+		return nil, &unheardError{err}
+	default:
 		return nil, err
 	}
-	m, err := s.read(msgAccept)
-	if err != nil {
-		return nil, err
-	}
-	params, err := d.start(ctx, s, ec, local, m.Endpoint)
+	// The listener does not wait long for Ready.
+	startCtx, cancel := context.WithTimeout(ctx, d.limits.start)
+	defer cancel()
+	params, err := d.start(startCtx, s, ec, local, m.Endpoint)
 	if err != nil {
 		_ = s.reject(err.Error())
 		return nil, err
@@ -190,7 +244,7 @@ func (d *Device) dial(ctx context.Context, s *setupConn, ec engineConn, private 
 	if err := s.write(setupMsg{Type: msgReady}); err != nil {
 		return nil, err
 	}
-	return newConn(d, s, ec, params, m.Private, opts), nil
+	return newConn(d, s, ec, params, m.Private, o), nil
 }
 
 func (d *Device) start(ctx context.Context, s *setupConn, ec engineConn, local, remote core.Endpoint) (core.ConnParams, error) {
@@ -227,7 +281,7 @@ func (d *Device) dialTCP(ctx context.Context, addr string) (net.Conn, error) {
 		}
 		var c net.Conn
 		err = d.ns.do(func() (err error) {
-			dialer := net.Dialer{KeepAlive: -1}
+			dialer := net.Dialer{KeepAliveConfig: setupKeepalive}
 			dialer.SetMultipathTCP(false)
 			c, err = dialer.DialContext(one, "tcp", net.JoinHostPort(ip.String(), port))
 			return err
@@ -262,10 +316,6 @@ func rootError(err error) error {
 	return err
 }
 
-// maxGreeting bounds the callers that have not said Hello yet or whose Incoming
-// waits to be taken; further ones wait in the kernel's backlog.
-const maxGreeting = 64
-
 // Listener takes connections from peers.
 type Listener struct {
 	dev    *Device
@@ -273,13 +323,10 @@ type Listener struct {
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
 	once   sync.Once
-	in     chan greeted
 	wg     sync.WaitGroup
-}
 
-type greeted struct {
-	in  *Incoming
-	err error
+	greeting greeting
+	callers  callers
 }
 
 // Listen waits for peers at the TCP address addr, host:port, where the host may
@@ -291,7 +338,7 @@ func (d *Device) Listen(ctx context.Context, addr string) (*Listener, error) {
 	defer d.pending.Done()
 	var tcp net.Listener
 	err := d.ns.do(func() (err error) {
-		lc := net.ListenConfig{KeepAlive: -1}
+		lc := net.ListenConfig{KeepAliveConfig: setupKeepalive}
 		lc.SetMultipathTCP(false)
 		tcp, err = lc.Listen(ctx, "tcp", addr)
 		return err
@@ -299,7 +346,8 @@ func (d *Device) Listen(ctx context.Context, addr string) (*Listener, error) {
 	if err != nil {
 		return nil, fmt.Errorf("listen at %s: %w", addr, rootError(err))
 	}
-	l := &Listener{dev: d, tcp: tcp, in: make(chan greeted)}
+	l := &Listener{dev: d, tcp: tcp, greeting: greeting{limits: d.limits}}
+	l.callers = callers{limits: d.limits, wg: &l.wg, ready: make(chan struct{}, 1)}
 	l.ctx, l.cancel = context.WithCancel(context.Background())
 	d.mu.Lock()
 	d.listeners[l] = struct{}{}
@@ -320,6 +368,7 @@ func (l *Listener) Close() error {
 	l.once.Do(func() {
 		l.cancel()
 		err = l.tcp.Close()
+		l.callers.close()
 		l.dev.mu.Lock()
 		delete(l.dev.listeners, l)
 		l.dev.mu.Unlock()
@@ -331,16 +380,9 @@ func (l *Listener) Close() error {
 // run accepts TCP connections; each says its Hello in its own time.
 func (l *Listener) run() {
 	defer l.wg.Done()
-	slots := make(chan struct{}, maxGreeting)
 	for {
-		select {
-		case slots <- struct{}{}:
-		case <-l.ctx.Done():
-			return
-		}
 		tcp, err := l.tcp.Accept()
 		if err != nil {
-			<-slots
 			select {
 			case <-l.ctx.Done():
 				return
@@ -349,37 +391,46 @@ func (l *Listener) run() {
 			}
 			continue
 		}
-		l.wg.Add(1)
-		go func() {
-			defer l.wg.Done()
-			defer func() { <-slots }()
-			l.greet(newSetupConn(tcp))
-		}()
+		g := l.greeting.enter(tcp)
+		l.wg.Go(func() {
+			defer l.greeting.leave(g)
+			l.greet(g, newSetupConn(tcp))
+		})
 	}
 }
 
-// greet reads the Hello and hands the caller over to Accept.
-func (l *Listener) greet(s *setupConn) {
-	ctx, cancel := context.WithTimeout(l.ctx, setupTime)
+// greet reads the Hello and queues the caller for Accept.
+func (l *Listener) greet(g *greeter, s *setupConn) {
+	ctx, cancel := context.WithTimeout(l.ctx, l.dev.limits.hello)
 	defer cancel()
-	var g greeted
+	c := &caller{from: g.from}
 	m, err := s.hello(ctx)
+	// From here on the caller keeps its connection, though it may lose its place.
+	if mine := l.greeting.hold(g, nil); !mine {
+		l.dev.log.Debug("set-up: silent while others came", "peer", s.peer)
+		return
+	}
 	switch {
 	case err == nil:
-		g.in = &Incoming{dev: l.dev, s: s, hello: m}
+		c.in = &Incoming{dev: l.dev, s: s, hello: m}
 	case errors.Is(err, errHungUp) || ctx.Err() != nil:
 		// Connected and went away, as health checks do, or never said a word.
 		l.dev.log.Debug("set-up", "error", err)
 		_ = s.Close()
 		return
 	default:
-		g.err = &HandshakeError{Peer: s.peer, Err: err}
+		c.err = &HandshakeError{Peer: s.peer, Err: err}
 		_ = s.Close()
 	}
-	select {
-	case l.in <- g:
-	case <-l.ctx.Done():
-		_ = s.Close()
+	if dropped, reason := l.callers.put(c); dropped != nil && dropped.in != nil {
+		l.dev.log.Warn("set-up: caller rejected", "peer", dropped.in.s.peer, "reason", reason)
+		// This takes a moment. The place is kept for it, and if it is lost the
+		// rejected one hangs up.
+		if !l.greeting.hold(g, dropped.in.s) {
+			_ = dropped.in.s.Close()
+			return
+		}
+		_ = dropped.in.Reject(reason)
 	}
 }
 
@@ -406,18 +457,22 @@ func (l *Listener) Accept(ctx context.Context) (*Incoming, error) {
 		return nil, fmt.Errorf("listener at %v: %w", l.tcp.Addr(), ErrClosed)
 	default:
 	}
-	select {
-	case g := <-l.in:
-		return g.in, g.err
-	case <-l.ctx.Done():
-		return nil, fmt.Errorf("listener at %v: %w", l.tcp.Addr(), ErrClosed)
-	case <-ctx.Done():
-		return nil, fmt.Errorf("listener at %v: %w", l.tcp.Addr(), context.Cause(ctx))
+	for {
+		if c := l.callers.next(); c != nil {
+			return c.in, c.err
+		}
+		select {
+		case <-l.callers.ready:
+		case <-l.ctx.Done():
+			return nil, fmt.Errorf("listener at %v: %w", l.tcp.Addr(), ErrClosed)
+		case <-ctx.Done():
+			return nil, fmt.Errorf("listener at %v: %w", l.tcp.Addr(), context.Cause(ctx))
+		}
 	}
 }
 
 // Incoming is a peer that wants a connection. One of Accept and Reject must be
-// called, once.
+// called, once. The peer waits 10 s for it.
 type Incoming struct {
 	dev   *Device
 	s     *setupConn
@@ -435,8 +490,8 @@ func (in *Incoming) RemoteAddr() net.Addr { return in.s.RemoteAddr() }
 func (in *Incoming) Reject(reason string) error { return in.s.reject(reason) }
 
 // Accept sets the connection up. private, at most 196 bytes, is for the peer's
-// program. It ends after 10 s if ctx does not sooner; after an error the peer is
-// gone.
+// program. It ends after 10 s if ctx does not sooner, and 2 s after the peer has
+// been told if that does not get ready; after an error the peer is gone.
 func (in *Incoming) Accept(ctx context.Context, private []byte, opts ...ConnOption) (*Conn, error) {
 	d, s := in.dev, in.s
 	if len(private) > core.MaxPrivate {
@@ -449,17 +504,23 @@ func (in *Incoming) Accept(ctx context.Context, private []byte, opts ...ConnOpti
 		return nil, err
 	}
 	defer d.pending.Done()
+	o, err := d.connOptions(opts)
+	if err != nil {
+		_ = s.reject("the listener's program failed")
+		return nil, err
+	}
+	defer o.release()
 	ctx, cancel := d.bound(ctx)
 	defer cancel()
 	var c *Conn
-	err := s.during(ctx, func() error {
-		ec, err := d.eng.NewConn(devicePD)
+	err = s.during(ctx, func() error {
+		ec, err := d.eng.NewConn(o.pd.id)
 		if err != nil {
 			err = fmt.Errorf("connection with %s: %w", s.peer, err)
 			_ = s.reject(err.Error())
 			return err
 		}
-		c, err = d.accept(ctx, s, ec, in.hello, private, opts)
+		c, err = d.accept(ctx, s, ec, in.hello, private, o)
 		if err != nil {
 			return errors.Join(err, ec.Close())
 		}
@@ -476,7 +537,7 @@ func (in *Incoming) Accept(ctx context.Context, private []byte, opts ...ConnOpti
 	return c, nil
 }
 
-func (d *Device) accept(ctx context.Context, s *setupConn, ec engineConn, hello setupMsg, private []byte, opts []ConnOption) (*Conn, error) {
+func (d *Device) accept(ctx context.Context, s *setupConn, ec engineConn, hello setupMsg, private []byte, o *connOptions) (*Conn, error) {
 	local := d.endpoint(ec)
 	params, err := d.start(ctx, s, ec, local, hello.Endpoint)
 	if err != nil {
@@ -486,8 +547,15 @@ func (d *Device) accept(ctx context.Context, s *setupConn, ec engineConn, hello 
 	if err := s.write(setupMsg{Type: msgAccept, Endpoint: local, Private: private}); err != nil {
 		return nil, err
 	}
-	if _, err := s.read(msgReady); err != nil {
+	late := fmt.Errorf("no %v within %v: %w", msgReady, d.limits.ready, context.DeadlineExceeded)
+	readyCtx, cancel := context.WithTimeoutCause(ctx, d.limits.ready, late)
+	defer cancel()
+	err = s.during(readyCtx, func() error {
+		_, err := s.read(msgReady)
+		return err
+	})
+	if err != nil {
 		return nil, err
 	}
-	return newConn(d, s, ec, params, hello.Private, opts), nil
+	return newConn(d, s, ec, params, hello.Private, o), nil
 }

@@ -74,8 +74,15 @@ type setupMsg struct {
 	Flushed  uint32        // CloseAck: requests that were given up
 }
 
-// maxReason bounds, in bytes, what a peer may make us print.
-const maxReason = 1024
+const (
+	// maxReason bounds, in bytes, what a peer may make us print.
+	maxReason = 1024
+	// maxWaitMs is how long this end works on the answer to Close, whatever the
+	// peer says that it waits.
+	maxWaitMs = 60_000
+	// maxFlushed is more requests than a send queue holds.
+	maxFlushed = 65_535
+)
 
 // The JSON bodies. Pointers tell an absent field from a zero.
 type (
@@ -174,9 +181,13 @@ func readMsg(r io.Reader) (setupMsg, error) {
 	if length > maxSetupBody {
 		return setupMsg{}, fmt.Errorf("%v announces %d bytes, at most %d are allowed", typ, length, maxSetupBody)
 	}
-	body := make([]byte, length)
-	if _, err := io.ReadFull(r, body); err != nil {
-		return setupMsg{}, noEOF(err)
+	// What is announced takes no memory before it comes.
+	body, err := io.ReadAll(io.LimitReader(r, int64(length)))
+	switch {
+	case err != nil:
+		return setupMsg{}, err
+	case len(body) < int(length):
+		return setupMsg{}, io.ErrUnexpectedEOF
 	}
 	if version != setupVersion {
 		return setupMsg{}, &VersionError{Theirs: version, Ours: setupVersion}
@@ -247,7 +258,10 @@ func unmarshalBody(typ msgType, body []byte) (setupMsg, error) {
 		if j.LastPSN == nil {
 			return m, errors.New("last_psn is missing")
 		}
-		m.LastPSN, m.WaitMs, m.Flushed = *j.LastPSN, j.WaitMs, j.Flushed
+		if j.Flushed > maxFlushed {
+			return m, fmt.Errorf("flushed %d, want at most %d", j.Flushed, maxFlushed)
+		}
+		m.LastPSN, m.WaitMs, m.Flushed = *j.LastPSN, min(j.WaitMs, maxWaitMs), j.Flushed
 		return m, nil
 	}
 	return m, fmt.Errorf("no such message in version %d", setupVersion)
@@ -264,11 +278,16 @@ func oneLine(s string) string {
 	return string(out)
 }
 
+// broadcast is the one IPv4 address that names everybody on every network.
+var broadcast = netip.AddrFrom4([4]byte{255, 255, 255, 255})
+
 // checkEndpoint refuses what no end of version 1 says.
 func checkEndpoint(e core.Endpoint) error {
 	switch {
-	case e.QPN == 0 || e.QPN > 0xffffff:
-		return fmt.Errorf("qpn %d, want 1 to %d", e.QPN, 0xffffff)
+	case e.QPN < 2 || e.QPN > 0xffffff: // 0 and 1 are InfiniBand's own
+		return fmt.Errorf("qpn %d, want 2 to %d", e.QPN, 0xffffff)
+	case e.Token == 0:
+		return errors.New("token 0, want another")
 	case !slices.Contains(core.Payloads[:], e.Payload):
 		return fmt.Errorf("payload %d, want one of %v", e.Payload, core.Payloads)
 	case e.Paths < 1 || e.Paths > core.MaxPaths:
@@ -277,7 +296,7 @@ func checkEndpoint(e core.Endpoint) error {
 		return fmt.Errorf("%d planes, want 1 to %d", len(e.Planes), core.MaxPlanes)
 	}
 	for i, p := range e.Planes {
-		if a := p.Addr; !a.IsValid() || a.IsUnspecified() || a.IsMulticast() || a.Is4In6() || a.Zone() != "" {
+		if a := p.Addr; !a.IsValid() || a.IsUnspecified() || a.IsMulticast() || a.IsLoopback() || a == broadcast || a.Is4In6() || a.Zone() != "" {
 			return fmt.Errorf("plane %d: address %q, want a plain unicast one", i, a)
 		}
 		if p.MTU < e.Payload || p.MTU > math.MaxUint16 {

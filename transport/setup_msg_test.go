@@ -90,7 +90,7 @@ func frame(version uint16, typ msgType, body string) []byte {
 	return append(b, body...)
 }
 
-const helloBody = `{"qpn":1,"token":0,"payload":1024,"paths":1,"checksum":false,"initial_psn":0,"planes":[{"addr":"198.18.0.1","mtu":1500}]}`
+const helloBody = `{"qpn":2,"token":1,"payload":1024,"paths":1,"checksum":false,"initial_psn":0,"planes":[{"addr":"198.18.0.1","mtu":1500}]}`
 
 func TestReadMsgRefusesBadBody(t *testing.T) {
 	edit := func(old, new string) string {
@@ -101,11 +101,19 @@ func TestReadMsgRefusesBadBody(t *testing.T) {
 	}
 	plane := `{"addr":"198.18.0.1","mtu":1500}`
 	for _, tc := range []struct{ name, body, want string }{
-		{"QPN zero", edit(`"qpn":1`, `"qpn":0`), "qpn 0"},
-		{"QPN of 25 bits", edit(`"qpn":1`, `"qpn":16777216`), "qpn 16777216"},
-		{"QPN negative", edit(`"qpn":1`, `"qpn":-1`), "cannot unmarshal"},
-		{"QPN missing", edit(`"qpn":1,`, ``), "qpn is missing"},
-		{"token missing", edit(`"token":0,`, ``), "token is missing"},
+		{"QPN zero", edit(`"qpn":2`, `"qpn":0`), "qpn 0"},
+		{"QPN one, InfiniBand's own", edit(`"qpn":2`, `"qpn":1`), "qpn 1"},
+		{"token zero", edit(`"token":1`, `"token":0`), "token 0"},
+		{"token of 33 bits", edit(`"token":1`, `"token":4294967296`), "cannot unmarshal"},
+		{"initial PSN of 33 bits", edit(`"initial_psn":0`, `"initial_psn":4294967296`), "cannot unmarshal"},
+		{"plane address loopback", edit(`198.18.0.1`, `127.0.0.1`), "want a plain unicast one"},
+		{"plane address IPv6 loopback", edit(`198.18.0.1`, `::1`), "want a plain unicast one"},
+		{"plane address broadcast", edit(`198.18.0.1`, `255.255.255.255`), "want a plain unicast one"},
+		{"plane address mapped", edit(`198.18.0.1`, `::ffff:198.18.0.1`), "want a plain unicast one"},
+		{"QPN of 25 bits", edit(`"qpn":2`, `"qpn":16777216`), "qpn 16777216"},
+		{"QPN negative", edit(`"qpn":2`, `"qpn":-1`), "cannot unmarshal"},
+		{"QPN missing", edit(`"qpn":2,`, ``), "qpn is missing"},
+		{"token missing", edit(`"token":1,`, ``), "token is missing"},
 		{"checksum missing", edit(`"checksum":false,`, ``), "checksum is missing"},
 		{"initial PSN missing", edit(`"initial_psn":0,`, ``), "initial_psn is missing"},
 		{"payload odd", edit(`1024`, `1025`), "payload 1025"},
@@ -140,8 +148,8 @@ func TestReadMsgIgnoresUnknownFields(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if m.Endpoint.QPN != 1 {
-		t.Errorf("QPN %d, want 1", m.Endpoint.QPN)
+	if m.Endpoint.QPN != 2 {
+		t.Errorf("QPN %d, want 2", m.Endpoint.QPN)
 	}
 }
 

@@ -101,8 +101,8 @@ func runCp(cmd *cobra.Command, flags *copyFlags, files []string, host string, wa
 	}
 	defer closeDevice(d, &err)
 	addr := hostPort(host, flags.port)
-	s, err := filecopy.Dial(d, flags.idle, func(private []byte) (*transport.Conn, error) {
-		return bench.DialRetry(ctx, d, addr, private, wait)
+	s, err := filecopy.Dial(d, flags.idle, func(private []byte, opt transport.ConnOption) (*transport.Conn, error) {
+		return bench.DialRetry(ctx, d, addr, private, wait, opt)
 	})
 	if err != nil {
 		return err

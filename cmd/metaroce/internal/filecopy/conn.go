@@ -30,6 +30,7 @@ type File struct {
 // memory that is sent from, and what the peer offers.
 type channel struct {
 	conn    *transport.Conn
+	pd      *transport.PD
 	in, out *transport.Memory
 	slot    int // bytes of a slot of in
 	outSlot int // bytes of a slot of out, and of the peer's in
@@ -178,6 +179,9 @@ func (c *channel) close(bound time.Duration) error {
 		if m != nil {
 			errs = append(errs, m.Close())
 		}
+	}
+	if c.pd != nil {
+		errs = append(errs, c.pd.Close())
 	}
 	return errors.Join(errs...)
 }

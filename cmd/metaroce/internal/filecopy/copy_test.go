@@ -110,8 +110,8 @@ func (r *rig) serve(ctx context.Context, idle time.Duration, change func(*Receiv
 
 func (r *rig) dial(idle time.Duration) *Sender {
 	r.t.Helper()
-	s, err := Dial(r.sender, idle, func(private []byte) (*transport.Conn, error) {
-		return r.sender.Dial(r.t.Context(), r.ln.Addr().String(), private)
+	s, err := Dial(r.sender, idle, func(private []byte, opt transport.ConnOption) (*transport.Conn, error) {
+		return r.sender.Dial(r.t.Context(), r.ln.Addr().String(), private, opt)
 	})
 	if err != nil {
 		r.t.Fatal(err)

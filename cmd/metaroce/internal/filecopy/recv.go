@@ -37,15 +37,18 @@ func Accept(ctx context.Context, d *transport.Device, in *transport.Incoming, di
 			_ = r.close(closeTime)
 		}
 	}()
-	if r.in, err = d.AllocMemory(uint64(slots*chunkBytes), core.LocalWrite|core.RemoteWrite); err == nil {
-		r.out, err = d.AllocMemory(uint64(slots*replyBytes), core.LocalWrite)
+	if r.pd, err = d.AllocPD(); err == nil {
+		r.in, err = r.pd.AllocMemory(uint64(slots*chunkBytes), core.LocalWrite|core.RemoteWrite)
+	}
+	if err == nil {
+		r.out, err = r.pd.AllocMemory(uint64(slots*replyBytes), core.LocalWrite)
 	}
 	if err != nil {
 		err = fmt.Errorf("memory for chunks: %w", err)
 		return nil, errors.Join(err, in.Reject(err.Error()))
 	}
 	w := welcome{addr: r.in.Addr(), rkey: r.in.RKey(), chunk: chunkBytes, slots: uint16(slots)}
-	if r.conn, err = in.Accept(ctx, w.marshal()); err != nil {
+	if r.conn, err = in.Accept(ctx, w.marshal(), transport.WithPD(r.pd)); err != nil {
 		return nil, err
 	}
 	return r, r.listen(slots)

@@ -63,19 +63,22 @@ func typeName(m os.FileMode) string {
 	return "device"
 }
 
-// Dial connects to a receiver at addr, whose connection dial makes from the
-// private data that it is given. idle bounds every wait for the receiver.
-func Dial(d *transport.Device, idle time.Duration, dial func(private []byte) (*transport.Conn, error)) (_ *Sender, err error) {
+// Dial connects to a receiver, to which dial makes a connection with the private
+// data and the option that it is given. idle bounds every wait for the receiver.
+func Dial(d *transport.Device, idle time.Duration, dial func(private []byte, opt transport.ConnOption) (*transport.Conn, error)) (_ *Sender, err error) {
 	s := &Sender{channel: channel{idle: idle, slot: replyBytes}}
 	defer func() {
 		if err != nil {
 			_ = s.close(closeTime)
 		}
 	}()
-	if s.in, err = d.AllocMemory(maxSlots*replyBytes, core.LocalWrite|core.RemoteWrite); err != nil {
+	if s.pd, err = d.AllocPD(); err != nil {
+		return nil, err
+	}
+	if s.in, err = s.pd.AllocMemory(maxSlots*replyBytes, core.LocalWrite|core.RemoteWrite); err != nil {
 		return nil, fmt.Errorf("memory for answers: %w", err)
 	}
-	if s.conn, err = dial(hello{addr: s.in.Addr(), rkey: s.in.RKey(), slots: maxSlots}.marshal()); err != nil {
+	if s.conn, err = dial(hello{addr: s.in.Addr(), rkey: s.in.RKey(), slots: maxSlots}.marshal(), transport.WithPD(s.pd)); err != nil {
 		return nil, err
 	}
 	w, err := parseWelcome(s.conn.PeerPrivateData())
@@ -84,7 +87,7 @@ func Dial(d *transport.Device, idle time.Duration, dial func(private []byte) (*t
 	}
 	s.slots, s.outSlot = int(w.slots), int(w.chunk)
 	s.peer.addr, s.peer.rkey = w.addr, w.rkey
-	if s.out, err = d.AllocMemory(uint64(s.slots*s.outSlot), core.LocalWrite); err != nil {
+	if s.out, err = s.pd.AllocMemory(uint64(s.slots*s.outSlot), core.LocalWrite); err != nil {
 		return nil, fmt.Errorf("memory for chunks: %w", err)
 	}
 	return s, s.listen(s.slots + extraReceives)
