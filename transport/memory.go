@@ -71,8 +71,9 @@ func (m *Memory) Close() error {
 	m.dev.mu.Lock()
 	delete(m.dev.mems, m)
 	m.dev.mu.Unlock()
-	m.pd.drop(&m.pd.mems)
-	return m.reg.Close()
+	err := m.reg.Close()
+	m.pd.drop(&m.pd.mems) // the domain's number may be another one's from here on
+	return err
 }
 
 // release is the device's Close: no connection is left that could use the memory.

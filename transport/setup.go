@@ -282,6 +282,7 @@ func (d *Device) dialTCP(ctx context.Context, addr string) (net.Conn, error) {
 		var c net.Conn
 		err = d.ns.do(func() (err error) {
 			dialer := net.Dialer{KeepAliveConfig: setupKeepalive}
+			// What ends the connection, and keepalive, are known of plain TCP only.
 			dialer.SetMultipathTCP(false)
 			c, err = dialer.DialContext(one, "tcp", net.JoinHostPort(ip.String(), port))
 			return err
@@ -339,6 +340,7 @@ func (d *Device) Listen(ctx context.Context, addr string) (*Listener, error) {
 	var tcp net.Listener
 	err := d.ns.do(func() (err error) {
 		lc := net.ListenConfig{KeepAliveConfig: setupKeepalive}
+		// Plain TCP, as in dialTCP; Go would take Multipath TCP.
 		lc.SetMultipathTCP(false)
 		tcp, err = lc.Listen(ctx, "tcp", addr)
 		return err

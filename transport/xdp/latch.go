@@ -32,6 +32,11 @@ func (c *Conn) catchUp() {
 func (c *Conn) latchReceives() {
 	n := c.latched.Load()
 	tail := atomic.LoadUint32(&c.q.RqTail)
+	// A receive is posted into a free slot only: all before the last core.RQDepth have been polled, and
+	// the records of those that went by between two looks are gone.
+	if first := tail - core.RQDepth; after(first, n) {
+		n = first
+	}
 	for i := 0; i < core.RQDepth && n != tail && c.recvArrived(n); i++ {
 		n++
 	}

@@ -89,6 +89,27 @@ func TestLatchEndsAtWhatWasPosted(t *testing.T) {
 	}
 }
 
+// Between two looks more receives may come and go than there are slots.
+func TestLatchCatchesUpWithReceivesThatWentByUnseen(t *testing.T) {
+	c := bareConn()
+	const many = 3*core.RQDepth + 7
+	for n := range uint32(many) {
+		c.PostRecv(n + 1)
+		receive(c, n, n, n)
+		atomic.StoreUint32(&c.q.RxCum, n+1)
+		wantReceive(t, c, n, n) // polled at once
+	}
+	c.PostRecv(many + 1)
+	receive(c, many, many, 77)
+	atomic.StoreUint32(&c.q.RxCum, many+1)
+	c.catchUp()
+	atomic.StoreUint32(&c.q.RxCum, many+1<<31+1)
+	wantReceive(t, c, many, 77)
+	if _, ok := c.RecvDone(many + 1); ok {
+		t.Error("a receive is complete that was not even posted")
+	}
+}
+
 func TestConsumerWhoseEventWasLostIsWoken(t *testing.T) {
 	send := func(c *Conn, msn, psn uint32) {
 		s := &c.q.Scq[msn%core.SQDepth]
