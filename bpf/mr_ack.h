@@ -297,7 +297,8 @@ unlock:
 	if (work)
 		mr_make_ready(slot);
 	if ((done || nak) && MR_READ_ONCE(page->arm_send)) {
-		__u32 n = MR_READ_ONCE(page->wait_send);
+		/* a fetch: read behind arm_send, or it may be what was armed before */
+		__u32 n = __sync_fetch_and_add(&page->wait_send, 0);
 		struct mr_scqe *e = &page->scq[n % MR_SQ_DEPTH];
 
 		if ((MR_READ_ONCE(e->valid) == MR_VALID(n) && mr_before(e->last_psn, cum)) ||

@@ -74,6 +74,19 @@ static __always_inline int mr_answer(struct xdp_md *ctx, const struct mr_view *v
 	return action;
 }
 
+/* Wakes who waits for a receive that all below cum completes. Not inline: its caller's stack is full. */
+static __attribute__((noinline)) int mr_rx_wake(struct mr_qpage *page, __u32 slot, __u32 qpn,
+						__u32 cum, struct mr_counters *ctr)
+{
+	/* a fetch: read behind arm_recv, or it may be what was armed before */
+	__u32 n = __sync_fetch_and_add(&page->wait_recv, 0);
+	struct mr_rcqe *e = &page->rcq[n % MR_RQ_DEPTH];
+
+	if (MR_READ_ONCE(e->valid) == MR_VALID(n) && mr_before(e->psn, cum))
+		mr_notify(&page->arm_recv, slot, qpn, ctr);
+	return 0;
+}
+
 static __attribute__((noinline)) int mr_rx_probe(struct xdp_md *ctx, struct mr_in *in,
 						 struct mr_l4dh *f)
 {
@@ -278,13 +291,8 @@ static __attribute__((noinline)) int mr_rx_write(struct xdp_md *ctx, struct mr_i
 		ctr->rcvd_bytes += len;
 		if (flags & MR_F_LAST)
 			ctr->rx_write_requests++;
-		if (before && MR_READ_ONCE(page->arm_recv)) {
-			__u32 n = MR_READ_ONCE(page->wait_recv);
-			struct mr_rcqe *e = &page->rcq[n % MR_RQ_DEPTH];
-
-			if (MR_READ_ONCE(e->valid) == MR_VALID(n) && mr_before(e->psn, k.cum))
-				mr_notify(&page->arm_recv, slot, c->qpn, ctr);
-		}
+		if (before && MR_READ_ONCE(page->arm_recv))
+			mr_rx_wake(page, slot, c->qpn, k.cum, ctr);
 	} else if (verdict == MR_DUP) {
 		ctr->duplicate_request++;
 	}
