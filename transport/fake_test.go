@@ -67,6 +67,8 @@ type fakeEngine struct {
 	payload  int
 	startErr error // what Start says
 	connErr  error // what NewConn says
+
+	startWaits bool // Start waits for its context, as for a neighbour that is silent
 }
 
 func (e *fakeEngine) Planes() []core.PlaneAddr { return e.planes }
@@ -160,7 +162,11 @@ func (c *fakeConn) InitialPSN() uint32      { return fakePSN }
 func (c *fakeConn) Events() <-chan struct{} { return c.events }
 func (c *fakeConn) Failed() <-chan struct{} { return c.failed }
 
-func (c *fakeConn) Start(_ context.Context, p core.ConnParams) error {
+func (c *fakeConn) Start(ctx context.Context, p core.ConnParams) error {
+	if c.e.startWaits {
+		<-ctx.Done()
+		return fmt.Errorf("path 0: no neighbour: %w", ctx.Err())
+	}
 	defer c.enter("Start")()
 	if c.e.startErr != nil {
 		return c.e.startErr
