@@ -316,6 +316,93 @@ func TestCloseWithDataMissingIsNotInOrder(t *testing.T) {
 	}
 }
 
+// What a peer closes at must be a psn that it can have reached.
+func TestCloseAtAnImpossiblePSNEndsTheConnection(t *testing.T) {
+	for _, tc := range []struct {
+		name     string
+		distance uint32 // from what has arrived
+		want     string // "" if it can be
+	}{
+		{"before what has arrived", 1<<32 - 1, "closes at psn 4294967279, want 4294967280 to 8176"},
+		{"as far as a window reaches", psnWindow, ""},
+		{"beyond the window", psnWindow + 1, "closes at psn 8177, want 4294967280 to 8176"},
+		{"half of all psns away", 1 << 31, "closes at psn"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			x := newBench(t)
+			psn := uint32(fakePSN)
+			x.b.tell(setupMsg{Type: msgClose, LastPSN: psn + tc.distance, WaitMs: 20})
+			err := over(t, x.a)
+			if tc.want == "" { // it does not arrive, that is all
+				if !errors.Is(err, ErrPeerDied) || strings.Contains(err.Error(), "closes at") {
+					t.Errorf("Err is %v, want ErrPeerDied", err)
+				}
+				return
+			}
+			if !strings.Contains(err.Error(), tc.want) {
+				t.Errorf("Err is %v, want one with %q", err, tc.want)
+			}
+			var pf *PeerFailedError
+			if err := over(t, x.b); !errors.As(err, &pf) {
+				t.Errorf("the peer's Err is %v, want a PeerFailedError", err)
+			}
+		})
+	}
+}
+
+func TestCloseSaysNoLongerWaitThanThePeerBelieves(t *testing.T) {
+	d, _ := newTestDevice(t, newFabric(t))
+	closes := make(chan setupMsg, 1)
+	addr := rawServer(t, func(c net.Conn) {
+		s := newSetupConn(c)
+		_, _ = readMsg(c)
+		_ = s.write(setupMsg{Type: msgAccept, Endpoint: testEndpoint()})
+		_, _ = readMsg(c)
+		m, _ := readMsg(c)
+		closes <- m
+		_ = s.write(setupMsg{Type: msgCloseAck, LastPSN: m.LastPSN})
+	})
+	c, err := d.Dial(testCtx(t), addr, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), time.Hour)
+	defer cancel()
+	if err := c.Close(ctx); err != nil {
+		t.Error(err)
+	}
+	if m := <-closes; m.Type != msgClose || m.WaitMs != maxWaitMs {
+		t.Errorf("%v with a wait of %d ms, want Close with %d", m.Type, m.WaitMs, maxWaitMs)
+	}
+}
+
+func TestSetUpConnectionIsKeptAliveFromBothEnds(t *testing.T) {
+	x := newBench(t)
+	for _, c := range []*Conn{x.a, x.b} {
+		raw, err := c.s.Conn.(syscall.Conn).SyscallConn()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, o := range []struct {
+			name                string
+			level, option, want int
+		}{
+			{"keepalive", syscall.SOL_SOCKET, syscall.SO_KEEPALIVE, 1},
+			{"first probe after s", syscall.IPPROTO_TCP, syscall.TCP_KEEPIDLE, 30},
+			{"next probes after s", syscall.IPPROTO_TCP, syscall.TCP_KEEPINTVL, 10},
+			{"probes", syscall.IPPROTO_TCP, syscall.TCP_KEEPCNT, 9},
+		} {
+			got := 0
+			if cerr := raw.Control(func(fd uintptr) { got, err = syscall.GetsockoptInt(int(fd), o.level, o.option) }); cerr != nil || err != nil {
+				t.Fatal(cerr, err)
+			}
+			if got != o.want {
+				t.Errorf("%s of the connection with %s: %d, want %d", o.name, c.s.peer, got, o.want)
+			}
+		}
+	}
+}
+
 func TestDeviceCloseEndsAllThatItHas(t *testing.T) {
 	f := newFabric(t)
 	da, _ := newTestDevice(t, f)

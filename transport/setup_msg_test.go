@@ -7,10 +7,12 @@ import (
 	"encoding/binary"
 	"errors"
 	"flag"
+	"fmt"
 	"io"
 	"net/netip"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
 
@@ -209,7 +211,65 @@ func TestAppendMsgRefusesLongPrivateData(t *testing.T) {
 	}
 }
 
+func TestNumbersOfCloseAreBounded(t *testing.T) {
+	for _, tc := range []struct {
+		name, body string
+		want       setupMsg // of type Close
+		err        string
+	}{
+		{"wait as long as may be", `{"last_psn":1,"wait_ms":60000}`, setupMsg{LastPSN: 1, WaitMs: 60000}, ""},
+		{"wait of 50 days", `{"last_psn":1,"wait_ms":4294967295}`, setupMsg{LastPSN: 1, WaitMs: 60000}, ""},
+		{"wait of 33 bits", `{"last_psn":1,"wait_ms":4294967296}`, setupMsg{}, "wait_ms"},
+		{"wait negative", `{"last_psn":1,"wait_ms":-1}`, setupMsg{}, "wait_ms"},
+		{"PSN of 33 bits", `{"last_psn":4294967296}`, setupMsg{}, "last_psn"},
+		{"PSN missing", `{"wait_ms":1}`, setupMsg{}, "last_psn is missing"},
+		{"as many flushed as may be", `{"last_psn":1,"flushed":65535}`, setupMsg{LastPSN: 1, Flushed: 65535}, ""},
+		{"more flushed than any queue holds", `{"last_psn":1,"flushed":65536}`, setupMsg{}, "flushed 65536, want at most 65535"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			m, err := readMsg(bytes.NewReader(frame(setupVersion, msgClose, tc.body)))
+			if tc.err != "" {
+				if err == nil || !strings.Contains(err.Error(), tc.err) {
+					t.Errorf("error %v, want one with %q", err, tc.err)
+				}
+				return
+			}
+			tc.want.Type = msgClose
+			if err != nil {
+				t.Fatal(err)
+			}
+			if d := cmp.Diff(tc.want, m); d != "" {
+				t.Errorf("-want +got:\n%s", d)
+			}
+		})
+	}
+}
+
+// A header that announces much takes no memory before it comes.
+func TestAnnouncedLengthTakesNoMemory(t *testing.T) {
+	h := frame(setupVersion, msgHello, strings.Repeat(" ", maxSetupBody))[:setupHeader]
+	const times = 100
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	for range times {
+		if _, err := readMsg(bytes.NewReader(h)); !errors.Is(err, io.ErrUnexpectedEOF) {
+			t.Fatalf("error %v, want an unexpected end", err)
+		}
+	}
+	runtime.ReadMemStats(&after)
+	if each := (after.TotalAlloc - before.TotalAlloc) / times; each > 4096 {
+		t.Errorf("%d bytes for a header alone, want at most 4096", each)
+	}
+}
+
 func FuzzReadMsg(f *testing.F) {
+	for _, body := range []string{`{"last_psn":1,"wait_ms":4294967295}`, `{"last_psn":1,"flushed":65536}`} {
+		f.Add(frame(setupVersion, msgClose, body))
+		f.Add(frame(setupVersion, msgCloseAck, body))
+	}
+	for _, planes := range []string{`[]`, `[{"addr":"127.0.0.1","mtu":1500}]`, `[{"addr":"255.255.255.255","mtu":65536}]`} {
+		f.Add(frame(setupVersion, msgAccept, `{"qpn":1,"token":0,"payload":1,"paths":33,"checksum":true,"initial_psn":4294967295,"planes":`+planes+`}`))
+	}
 	for _, m := range goldenMsgs() {
 		f.Add(mustAppend(f, m))
 	}
@@ -219,6 +279,9 @@ func FuzzReadMsg(f *testing.F) {
 		m, err := readMsg(bytes.NewReader(b))
 		if err != nil {
 			return
+		}
+		if err := outside(m); err != nil {
+			t.Fatalf("accepted %+v: %v", m, err)
 		}
 		// What was accepted can be said again and means the same.
 		again, err := appendMsg(nil, m)
@@ -233,4 +296,42 @@ func FuzzReadMsg(f *testing.F) {
 			t.Errorf("changed by writing and reading (-first +second):\n%s", d)
 		}
 	})
+}
+
+// outside says which number of an accepted message has no bound, as docs/wire.md section 11 has them.
+func outside(m setupMsg) error {
+	e := m.Endpoint
+	if m.Type == msgHello || m.Type == msgAccept {
+		switch {
+		case e.QPN < 2 || e.QPN >= 1<<24:
+			return fmt.Errorf("qpn %d", e.QPN)
+		case e.Token == 0:
+			return errors.New("token 0")
+		case e.Payload != 1024 && e.Payload != 2048 && e.Payload != 3072:
+			return fmt.Errorf("payload %d", e.Payload)
+		case e.Paths < 1 || e.Paths > 32:
+			return fmt.Errorf("%d paths", e.Paths)
+		case len(e.Planes) < 1 || len(e.Planes) > core.MaxPlanes:
+			return fmt.Errorf("%d planes", len(e.Planes))
+		case len(m.Private) > 196:
+			return fmt.Errorf("%d bytes of private data", len(m.Private))
+		}
+		for _, p := range e.Planes {
+			if !p.Addr.IsGlobalUnicast() && !p.Addr.IsLinkLocalUnicast() || p.Addr.Is4In6() || p.Addr.Zone() != "" {
+				return fmt.Errorf("address %v", p.Addr)
+			}
+			if p.MTU < e.Payload || p.MTU > 65535 {
+				return fmt.Errorf("MTU %d", p.MTU)
+			}
+		}
+	}
+	switch {
+	case len(m.Reason) > 3*1024: // what is no UTF-8 is written anew
+		return fmt.Errorf("reason of %d bytes", len(m.Reason))
+	case m.WaitMs > 60_000:
+		return fmt.Errorf("wait of %d ms", m.WaitMs)
+	case m.Flushed > 65_535:
+		return fmt.Errorf("%d flushed", m.Flushed)
+	}
+	return nil
 }
