@@ -10,6 +10,8 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+
+	"github.com/metaroce/metaroce/transport/core"
 )
 
 // sharing is n connections whose receives complete in one queue.
@@ -120,6 +122,27 @@ func TestPollOnASharedQueueSoonCostsWhatIsReady(t *testing.T) {
 		}
 		return len(got) == conns
 	})
+}
+
+// What completes while a queue is being armed fires no event.
+func TestCompletionsThatComeJustBeforeArmingAreFound(t *testing.T) {
+	s := share(t, 2)
+	for n := range uint64(3) {
+		s.postRecv(t, 0, n)
+	}
+	c := s.f.conn(s.b[0].Info().QPN)
+	s.f.mu.Lock()
+	c.onArm = func(n uint32) {
+		for i := range uint32(3) {
+			c.recvs[n+i] = core.Received{}
+		}
+	}
+	s.f.mu.Unlock()
+	for n := range uint64(3) {
+		if got := collect(t, s.q, 1)[0]; got.WRID != n {
+			t.Errorf("completion %+v, want number %d", got, n)
+		}
+	}
 }
 
 func TestReadyConnectionsOfASharedQueueTakeTurns(t *testing.T) {

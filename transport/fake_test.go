@@ -68,7 +68,8 @@ type fakeEngine struct {
 	startErr error // what Start says
 	connErr  error // what NewConn says
 
-	startWaits bool // Start waits for its context, as for a neighbour that is silent
+	startWaits bool          // Start waits for its context, as for a neighbour that is silent
+	startTime  time.Duration // how long it may take
 }
 
 func (e *fakeEngine) Planes() []core.PlaneAddr { return e.planes }
@@ -108,6 +109,7 @@ func (r *fakeRegion) Close() error {
 }
 
 type fakeConn struct {
+	onArm       func(n uint32) // called once, when receive n is about to be armed
 	e           *fakeEngine
 	pd          uint32
 	qpn         uint32
@@ -164,6 +166,8 @@ func (c *fakeConn) Failed() <-chan struct{} { return c.failed }
 
 func (c *fakeConn) Start(ctx context.Context, p core.ConnParams) error {
 	if c.e.startWaits {
+		end, _ := ctx.Deadline()
+		c.e.startTime = time.Until(end)
 		<-ctx.Done()
 		return fmt.Errorf("path 0: no neighbour: %w", ctx.Err())
 	}
@@ -295,6 +299,10 @@ func (c *fakeConn) ArmSend(msn uint32) {
 func (c *fakeConn) ArmRecv(n uint32) {
 	defer c.enter("ArmRecv")()
 	c.e.f.looks++
+	if f := c.onArm; f != nil {
+		c.onArm = nil
+		f(n)
+	}
 	c.armR = int64(n)
 }
 

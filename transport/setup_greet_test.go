@@ -403,6 +403,9 @@ func TestDiallerThatCannotStartInTimeSaysSo(t *testing.T) {
 	if _, err := d.Dial(testCtx(t), l.Addr().String(), nil); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("Dial says %v, want the end of its time", err)
 	}
+	if e.startTime > d.limits.start {
+		t.Errorf("the engine may take %v, want at most %v", e.startTime, d.limits.start)
+	}
 	var re *RejectedError
 	if err := <-accepted; !errors.As(err, &re) {
 		t.Errorf("Accept says %v, want a RejectedError", err)
