@@ -30,7 +30,7 @@ func (e *Engine) controlLoop() {
 		for i := range e.conns {
 			if c := e.conns[i].Load(); c != nil {
 				any = true
-				next = min(next, c.tick(now), now+latchNs)
+				next = min(next, c.tick(now), now+lookNs)
 			}
 		}
 		if any && e.pump.awake.Load() {

@@ -334,11 +334,7 @@ func (e *Engine) fail(err error) {
 // eventLoop hands records of mr_event to the connections that they are for.
 func (e *Engine) eventLoop() {
 	var rec ringbuf.Record
-	var lost overrun
 	for {
-		if lost.look(e.events.AvailableBytes(), e.events.BufferSize()) {
-			e.notifyAll()
-		}
 		err := e.events.ReadInto(&rec)
 		if errors.Is(err, ringbuf.ErrClosed) {
 			return

@@ -34,6 +34,7 @@ func TestOneDevicePair(t *testing.T) {
 		test func(*testing.T, [2]*Engine)
 	}{
 		{"ImmediateCompletesAReceiveAndWakesWhoArmedForIt", immediateCompletesAReceiveAndWakesWhoArmedForIt},
+		{"LostEventLeavesNobodyAsleep", lostEventLeavesNobodyAsleep},
 		{"SenderWithoutCreditGoesOnWhenAReceiveIsPostedLater", senderWithoutCreditGoesOnWhenAReceiveIsPostedLater},
 		{"RefusedRequestSaysWhyAndTheConnectionFails", refusedRequestSaysWhyAndTheConnectionFails},
 		{"RefusalFailsTheConnectionThoughNobodyAsks", refusalFailsTheConnectionThoughNobodyAsks},

@@ -12,10 +12,10 @@ import (
 // What is complete must stay complete, and be heard of, although nobody asks for long and an event
 // was lost. The control loop sees to both whenever it passes a connection.
 
-// latchNs is how often the control loop passes at least, while there are connections. A receive
-// that is not polled must be latched before the psn has gone on by 2^31: at 30 s that is 70 million
-// packets a second.
-const latchNs = int64(30 * time.Second)
+// lookNs is how often the control loop passes at least, while there are connections. It bounds how long
+// a lost event leaves a consumer asleep. A receive that is not polled must be latched before the psn has
+// gone on by 2^31, which takes minutes at the least.
+const lookNs = int64(time.Second)
 
 // catchUp latches receives and wakes a consumer whose event was lost. Under tickMu.
 func (c *Conn) catchUp() {
@@ -64,27 +64,3 @@ func (c *Conn) unheard() bool {
 
 // sendDecided says whether request msn is complete or refused.
 func (c *Conn) sendDecided(msn uint32) bool { return c.sendComplete(msn) || c.verdict(msn) != nil }
-
-// overrun says of the event loop that records were lost, as soon as it has read the others: the ring
-// was more than half full, and it is empty now.
-type overrun struct{ behind bool }
-
-func (o *overrun) look(available, size int) bool {
-	switch {
-	case available > size/2:
-		o.behind = true
-	case available == 0 && o.behind:
-		o.behind = false
-		return true
-	}
-	return false
-}
-
-// notifyAll has every consumer look at its queues.
-func (e *Engine) notifyAll() {
-	for i := range e.conns {
-		if c := e.conns[i].Load(); c != nil {
-			c.notify()
-		}
-	}
-}
