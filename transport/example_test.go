@@ -5,7 +5,6 @@ package transport_test
 import (
 	"context"
 	"encoding/binary"
-	"errors"
 	"fmt"
 
 	"github.com/metaroce/metaroce/transport"
@@ -88,53 +87,4 @@ func Example() {
 	}
 
 	_, _ = serve, send
-}
-
-// A server lends one region to all its clients: their connections are in one
-// protection domain. What is for one client alone is in a domain of its own, that
-// of its connection, and the others can do nothing with its key.
-func ExampleWithPD() {
-	ctx := context.Background()
-
-	serve := func(dev *transport.Device) error {
-		shared, err := dev.AllocPD()
-		if err != nil {
-			return err
-		}
-		board, err := shared.AllocMemory(1<<20, core.LocalWrite|core.RemoteWrite)
-		if err != nil {
-			return err
-		}
-		where := binary.BigEndian.AppendUint32(binary.BigEndian.AppendUint64(nil, board.Addr()), board.RKey())
-		listener, err := dev.Listen(ctx, ":18515")
-		if err != nil {
-			return err
-		}
-		for {
-			client, err := listener.Accept(ctx)
-			var stranger *transport.HandshakeError
-			switch {
-			case errors.As(err, &stranger):
-				continue
-			case err != nil:
-				return err
-			}
-			// Each of them can write to the board with this key.
-			if _, err := client.Accept(ctx, where, transport.WithPD(shared)); err != nil {
-				fmt.Println(err)
-			}
-		}
-	}
-
-	private := func(client *transport.Incoming) (*transport.Conn, *transport.Memory, error) {
-		conn, err := client.Accept(ctx, nil)
-		if err != nil {
-			return nil, nil, err
-		}
-		// Only this client can write here.
-		mem, err := conn.PD().AllocMemory(1<<20, core.LocalWrite|core.RemoteWrite)
-		return conn, mem, err
-	}
-
-	_, _ = serve, private
 }
