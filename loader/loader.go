@@ -80,8 +80,10 @@ type Objects struct {
 
 	qpInner, memInner *ebpf.MapSpec
 
+	mu         sync.Mutex // of owner, once loaded
 	owner      Owner
 	stateFiles []*os.File
+	rxOn       map[string]*attachment // by interface
 	log        *slog.Logger
 	undo       []func() error // what Close does, last first
 	closeOnce  sync.Once
@@ -301,7 +303,7 @@ func (o *Objects) attachAll(nl *netlink.Handle) error {
 		if attached[index] { // another VLAN of the same parent
 			continue
 		}
-		if err := o.attach(o.Rx, itf); err != nil {
+		if err := o.attachRx(itf); err != nil {
 			return err
 		}
 		attached[index] = true

@@ -142,6 +142,8 @@ func findElsewhere(here uint64) ([]Device, error) {
 
 // Device describes this device as Find would.
 func (o *Objects) Device() Device {
+	o.mu.Lock()
+	defer o.mu.Unlock()
 	return Device{Dir: o.PinDir, Name: o.owner.Device, Alive: true, Owner: o.owner}
 }
 

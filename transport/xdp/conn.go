@@ -60,6 +60,9 @@ type Conn struct {
 	nextNs int64
 	force  atomic.Bool // tick at once
 	calls  uint64      // of the pump, at the last tick
+
+	asked     uint32                  // mask of suspect paths that were probed
+	askedAcks [loader.MaxPaths]uint32 // what had been acknowledged then
 }
 
 // RequestError is why a connection ended when one of its requests could not be carried out.

@@ -116,8 +116,12 @@ func (c *Conn) apply(act core.Actions) error {
 		if err := c.control(loader.Ctl{Op: loader.CtlSuspect, Path: uint32(s.Path), Value: uint32(s.State)}); err != nil {
 			return err
 		}
+		if s.State == core.PathSuspect {
+			c.e.router.doubt(c.hops[s.Path])
+		}
 		c.e.log.Info("path", "qpn", c.qpn, "path", s.Path, "state", s.State)
 	}
+	c.doubtUnanswered(act.Probe)
 	for _, r := range act.Rerolls {
 		if err := c.control(loader.Ctl{Op: loader.CtlReroll, Path: uint32(r.Path), Value: uint32(r.Sport)}); err != nil {
 			return err

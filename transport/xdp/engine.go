@@ -54,6 +54,8 @@ type Config struct {
 	PathPool    int           // paths of all connections together
 	MaxRegions  int           // memory regions, one less than that
 	Logger      *slog.Logger
+
+	watchBytes int // receive buffer of each netlink subscription; 0: watchBytes
 }
 
 func (c *Config) complete() error {
@@ -73,13 +75,20 @@ func (c *Config) complete() error {
 
 // plane is one interface and the address that the engine uses on it.
 type plane struct {
-	name    string
+	name string
+	addr netip.Addr
+	mtu  int
+	up   atomic.Bool
+
+	// Change when the interface returns; under the router's lock.
 	ifindex int    // whose addresses, routes and neighbours count
 	out     egress // how packets leave
 	mac     net.HardwareAddr
-	addr    netip.Addr
-	mtu     int
-	up      atomic.Bool
+
+	// The router's worker's.
+	lower string // interface that the programs are attached to
+	gone  bool   // there is none of that name, or one that is not in use yet
+	retry retry
 }
 
 // Engine is an open device. Its methods may be called from any goroutine.
@@ -190,9 +199,7 @@ func Open(ctx context.Context, cfg Config) (_ *Engine, err error) {
 	if e.events, err = ringbuf.NewReader(e.reg.Event); err != nil {
 		return nil, fmt.Errorf("read ring buffer %v: %w", e.reg.Event, err)
 	}
-	if err = e.router.watch(); err != nil {
-		return nil, err
-	}
+	e.router.watch()
 	if err = e.pump.start(e.ns); err != nil {
 		return nil, err
 	}
@@ -225,7 +232,10 @@ func (e *Engine) findPlanes() error {
 			return fmt.Errorf("interface %s: %w", name, err)
 		}
 		a := link.Attrs()
-		p := &plane{name: name, ifindex: a.Index, out: egressOf(itf, e.cfg.DSCP), mac: a.HardwareAddr, mtu: min(a.MTU, itf.MTU)}
+		p := &plane{
+			name: name, ifindex: itf.Index, out: egressOf(itf, e.cfg.DSCP), lower: lowerName(itf),
+			mac: a.HardwareAddr, mtu: min(a.MTU, itf.MTU),
+		}
 		p.up.Store(carrier(a))
 		if len(p.mac) != 6 {
 			return fmt.Errorf("interface %s: link address %q, want an Ethernet address", name, p.mac)

@@ -28,7 +28,7 @@ func TestOpenLetsTheNeighboursOfAKilledProcessGoAndNobodyElses(t *testing.T) {
 	defer socket.Close()
 	theirs := neighbours{sockets: map[int]*nl.SocketHandle{unix.NETLINK_ROUTE: {Socket: socket}}}
 	for _, a := range []string{"198.18.0.2", "fd12:0::2"} {
-		if err := theirs.manage(index, netip.MustParseAddr(a), true); err != nil {
+		if err := theirs.manage(index, netip.MustParseAddr(a), true, true); err != nil {
 			t.Fatal(err)
 		}
 	}

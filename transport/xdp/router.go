@@ -3,7 +3,6 @@
 package xdp
 
 import (
-	"bytes"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -11,7 +10,6 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -22,6 +20,7 @@ import (
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 
+	"github.com/metaroce/metaroce/loader"
 	"github.com/metaroce/metaroce/transport/core"
 )
 
@@ -31,33 +30,36 @@ const (
 	resolveTime = 5 * time.Second
 	// straggleTime is how long others may take once one way is known.
 	straggleTime = time.Second
-	// settleTime is how long route changes are collected before they are followed.
-	settleTime = 20 * time.Millisecond
-	// rewatchTime is the wait before a broken subscription is renewed.
-	rewatchTime = time.Second
-	// watchBuffer is the receive buffer of a subscription, bytes.
-	watchBuffer = 1 << 20
 )
 
 // usable are the neighbour states whose link address may be used.
 const usable = unix.NUD_REACHABLE | unix.NUD_STALE | unix.NUD_DELAY | unix.NUD_PROBE | unix.NUD_PERMANENT | unix.NUD_NOARP
 
-// router knows the link address behind each path, and follows what netlink says about it.
+// router knows the link address behind each path, and follows what netlink says about it. The readers
+// of netlink (watch.go) put what may have changed into a set (dirty.go). One worker (follow.go) looks at
+// it, and is the only one that asks the kernel. See docs/adr/0005-how-the-way-to-a-peer-is-followed.md.
 type router struct {
-	e    *Engine
-	nl   *netlink.Handle
-	log  *slog.Logger
-	done chan struct{}
-	wg   sync.WaitGroup
-	once sync.Once
+	e          *Engine
+	nl         *netlink.Handle // the worker's, once it runs
+	log        *slog.Logger
+	done       chan struct{}
+	wg         sync.WaitGroup
+	once       sync.Once
+	dirty      *dirty
+	subs       []*subscription
+	watchBytes int           // receive buffer of each subscription
+	lost       atomic.Uint64 // gaps in the subscriptions
+	looks      atomic.Uint64 // at routes and neighbours
+	reattach   func(ctx context.Context, name string) (loader.Interface, error)
 
-	neighbours neighbours
+	neighbours neighbours // the worker's, once it runs
 
-	// ask is held while a neighbour is looked at and asked for, or let go. Taken before mu.
-	ask sync.Mutex
-
-	mu   sync.Mutex
-	hops map[hopKey]*hop
+	// mu is never held during a netlink request, because every start and close of a connection takes it.
+	mu      sync.Mutex
+	hops    map[hopKey]*hop
+	remotes map[netip.Addr]map[*hop]struct{}
+	neighs  map[neighKey]*neighbour
+	changed chan struct{} // closed, and made anew, when something was learnt
 }
 
 // hopKey is what decides where a path's packets go next.
@@ -71,10 +73,23 @@ type hop struct {
 	hopKey
 	refs    int
 	gateway netip.Addr       // whose link address counts: the peer's, or a router's
-	mac     net.HardwareAddr // nil while unknown
+	mac     net.HardwareAddr // the last good one; nil while unknown
 	state   int              // NUD_*
-	asked   bool             // the kernel was told to resolve the gateway
+	via     *neighbour       // the gateway's
+	seen    bool             // the worker has looked since somebody began to wait
+	err     error            // why there is no route
 	users   map[user]struct{}
+
+	doubtNs atomic.Int64 // when the neighbour was last doubted, since the router's start
+}
+
+// neighbour is one that hops lead to.
+type neighbour struct {
+	neighKey
+	hops  map[*hop]struct{}
+	ours  bool      // the kernel manages it for us
+	want  bool      // somebody waits: it is to be asked for, also if the kernel has given up
+	asked time.Time // when it was last asked anew
 }
 
 // user is a path of a connection.
@@ -83,23 +98,44 @@ type user struct {
 	path int
 }
 
-// up says whether packets can leave.
-func (h *hop) up() bool { return h.mac != nil && h.plane.up.Load() }
+// up says whether packets can leave. That the kernel calls a neighbour FAILED is no reason against it: the
+// last good link address may be right, and the probes that go there say whether it is.
+func (h *hop) up() bool { return h.mac != nil && h.err == nil && h.plane.up.Load() }
 
-func newRouter(e *Engine) (*router, error) {
-	handle, err := netlink.NewHandleAt(e.ns, unix.NETLINK_ROUTE)
-	if err != nil {
+// newRouter subscribes: whatever is read from now on is no older than what will be heard.
+func newRouter(e *Engine) (_ *router, err error) {
+	r := &router{
+		e: e, log: e.log, done: make(chan struct{}), dirty: newDirty(), subs: subscriptions(), watchBytes: e.cfg.watchBytes,
+		hops: map[hopKey]*hop{}, remotes: map[netip.Addr]map[*hop]struct{}{}, neighs: map[neighKey]*neighbour{},
+		changed: make(chan struct{}),
+	}
+	if r.watchBytes == 0 {
+		r.watchBytes = watchBytes
+	}
+	if e.reg != nil {
+		r.reattach = e.reg.Reattach
+	}
+	defer func() {
+		if err != nil {
+			r.close()
+		}
+	}()
+	if err = r.subscribe(); err != nil {
+		return nil, err
+	}
+	if r.nl, err = netlink.NewHandleAt(e.ns, unix.NETLINK_ROUTE); err != nil {
 		return nil, fmt.Errorf("open netlink in the device's network namespace: %w", err)
 	}
 	socket, err := nl.GetNetlinkSocketAt(e.ns, netns.None(), unix.NETLINK_ROUTE)
 	if err != nil {
-		handle.Close()
 		return nil, fmt.Errorf("open netlink in the device's network namespace: %w", err)
 	}
-	return &router{
-		e: e, nl: handle, log: e.log, done: make(chan struct{}), hops: map[hopKey]*hop{},
-		neighbours: neighbours{sockets: map[int]*nl.SocketHandle{unix.NETLINK_ROUTE: {Socket: socket}}},
-	}, nil
+	r.neighbours.sockets = map[int]*nl.SocketHandle{unix.NETLINK_ROUTE: {Socket: socket}}
+	timeout := unix.NsecToTimeval(int64(requestTime))
+	if err = errors.Join(r.nl.SetSocketTimeout(requestTime), socket.SetReceiveTimeout(&timeout)); err != nil {
+		return nil, fmt.Errorf("bound netlink requests: %w", err)
+	}
+	return r, nil
 }
 
 // take finds the way of each path and waits for the neighbours. Every take needs a give.
@@ -112,11 +148,17 @@ func (r *router) take(ctx context.Context, paths []core.PathParams) ([]*hop, err
 		key := hopKey{r.e.planes[p.Plane], p.Local.Unmap(), p.Remote.Unmap()}
 		h := r.hops[key]
 		if h == nil {
-			h = &hop{hopKey: key, users: map[user]struct{}{}}
-			r.hops[key] = h
+			h = r.newHop(key)
 		}
 		h.refs++
 		hops[i] = h
+		if h.mac == nil {
+			h.seen = false
+			if h.via != nil {
+				h.via.want = true
+			}
+			r.dirty.do(func() { r.dirty.hops[h] = struct{}{} })
+		}
 	}
 	r.mu.Unlock()
 	if err := r.resolve(ctx, hops); err != nil {
@@ -126,10 +168,20 @@ func (r *router) take(ctx context.Context, paths []core.PathParams) ([]*hop, err
 	return hops, nil
 }
 
+// newHop adds a hop. The router's lock is held.
+func (r *router) newHop(key hopKey) *hop {
+	h := &hop{hopKey: key, users: map[user]struct{}{}}
+	r.hops[key] = h
+	if r.remotes[key.remote] == nil {
+		r.remotes[key.remote] = map[*hop]struct{}{}
+	}
+	r.remotes[key.remote][h] = struct{}{}
+	r.dirty.addRemote(key.remote, 1)
+	return h
+}
+
 // give ends the use of hops. The kernel no more keeps a neighbour alive that nobody uses.
 func (r *router) give(hops []*hop) {
-	r.ask.Lock()
-	defer r.ask.Unlock()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for _, h := range hops {
@@ -137,58 +189,61 @@ func (r *router) give(hops []*hop) {
 			continue
 		}
 		delete(r.hops, h.hopKey)
-		// Asking for a permanent neighbour would make it one that must be resolved.
-		fixed := h.state&(unix.NUD_PERMANENT|unix.NUD_NOARP) != 0
-		if h.gateway.IsValid() && !fixed && !r.neighbourUsed(h.plane.ifindex, h.gateway) {
-			if err := r.neighbours.manage(h.plane.ifindex, h.gateway, false); err != nil {
-				r.log.Warn("neighbour stays managed", "interface", h.plane.name, "neighbour", h.gateway, "error", err)
-			}
+		if delete(r.remotes[h.remote], h); len(r.remotes[h.remote]) == 0 {
+			delete(r.remotes, h.remote)
 		}
+		r.dirty.addRemote(h.remote, -1)
+		r.leave(h)
 	}
 }
 
-func (r *router) neighbourUsed(ifindex int, a netip.Addr) bool {
-	for _, h := range r.hops {
-		if h.plane.ifindex == ifindex && h.gateway == a {
-			return true
-		}
+// leave ends a hop's use of its neighbour. The router's lock is held.
+func (r *router) leave(h *hop) {
+	n := h.via
+	if n == nil {
+		return
 	}
-	return false
+	h.via = nil
+	if delete(n.hops, h); len(n.hops) > 0 {
+		return
+	}
+	delete(r.neighs, n.neighKey)
+	r.dirty.unwatch(n.neighKey)
+	if n.ours {
+		r.dirty.do(func() { r.dirty.freed[n.neighKey] = struct{}{} })
+	}
+}
+
+// reach has a hop lead to a gateway. The router's lock is held.
+func (r *router) reach(h *hop, gateway netip.Addr) *neighbour {
+	h.gateway = gateway
+	k := neighKey{h.plane, gateway}
+	if h.via != nil && h.via.neighKey == k {
+		return h.via
+	}
+	r.leave(h)
+	n := r.neighs[k]
+	if n == nil {
+		n = &neighbour{neighKey: k, hops: map[*hop]struct{}{}, want: true}
+		r.neighs[k] = n
+		r.dirty.watch(k)
+	}
+	n.want = n.want || h.mac == nil
+	n.hops[h] = struct{}{}
+	h.via = n
+	return n
 }
 
 // resolve waits until the link addresses of all hops are known, or of one and a while has passed.
 func (r *router) resolve(ctx context.Context, hops []*hop) error {
-	var straggle time.Time
-	wait := time.Millisecond
+	var straggle <-chan time.Time
+	late := false
 	for {
-		known, all := 0, true
-		var err error
-		for i, h := range hops {
-			if slices.Index(hops, h) < i { // paths share hops
-				continue
-			}
-			herr := r.refresh(h)
-			r.mu.Lock()
-			switch {
-			case h.mac != nil:
-				known++
-			default:
-				// Without carrier or route there is nothing to wait for, nor when the kernel
-				// has given up.
-				if h.plane.up.Load() && herr == nil && h.state&unix.NUD_FAILED == 0 {
-					all = false
-				}
-				if err == nil {
-					err = cmpErr(herr, fmt.Errorf("path %d from %v on %s to %v: neighbour %v is %s, want its link address",
-						i, h.local, h.plane.name, h.remote, h.gateway, stateName(h)))
-				}
-			}
-			r.mu.Unlock()
-		}
-		if known > 0 && straggle.IsZero() {
-			straggle = time.Now().Add(straggleTime)
-		}
-		if known > 0 && (all || time.Now().After(straggle)) {
+		r.mu.Lock()
+		known, all, err := r.known(hops)
+		changed := r.changed
+		r.mu.Unlock()
+		if known > 0 && (all || late) {
 			if err != nil {
 				r.log.Warn("path begins as down", "error", err)
 			}
@@ -197,23 +252,50 @@ func (r *router) resolve(ctx context.Context, hops []*hop) error {
 		if known == 0 && all {
 			return err
 		}
+		if known > 0 && straggle == nil {
+			straggle = time.After(straggleTime)
+		}
 		select {
 		case <-ctx.Done():
 			if known > 0 {
 				return nil
 			}
 			return fmt.Errorf("%w (%w)", err, ctx.Err())
-		case <-time.After(wait):
-			wait = min(2*wait, 20*time.Millisecond)
+		case <-straggle:
+			late = true
+		case <-changed:
 		}
 	}
 }
 
-func cmpErr(a, b error) error {
-	if a != nil {
-		return a
+// known says of how many hops the link address is known, whether no other's is to be waited for, and
+// what is wrong with the first such one. The router's lock is held.
+func (r *router) known(hops []*hop) (known int, all bool, err error) {
+	all = true
+	for i, h := range hops {
+		if h.mac != nil {
+			known++
+			continue
+		}
+		// Without carrier or route there is nothing to wait for, nor when the kernel has given up.
+		if h.plane.up.Load() && (!h.seen || h.err == nil && h.state&unix.NUD_FAILED == 0) {
+			all = false
+		}
+		if err == nil {
+			err = h.err
+		}
+		if err == nil {
+			err = fmt.Errorf("path %d from %v on %s to %v: neighbour %v is %s, want its link address",
+				i, h.local, h.plane.name, h.remote, h.gateway, stateName(h))
+		}
 	}
-	return b
+	return known, all, err
+}
+
+// learnt wakes those who wait for a hop. The router's lock is held.
+func (r *router) learnt() {
+	close(r.changed)
+	r.changed = make(chan struct{})
 }
 
 // stateName is a hop's neighbour state in iproute2's words.
@@ -241,92 +323,15 @@ func stateName(h *hop) string {
 	return "NONE"
 }
 
-// refresh looks up a hop's route and neighbour, asks the kernel to resolve the latter if it is
-// not known, and to keep it alive: packets that XDP sends and receives tell it nothing.
-func (r *router) refresh(h *hop) error {
-	r.ask.Lock()
-	defer r.ask.Unlock()
-	what := fmt.Sprintf("path from %v on %s to %v", h.local, h.plane.name, h.remote)
-	gateway, err := r.nextHop(h)
-	if err != nil {
-		return fmt.Errorf("%s: %w", what, err)
-	}
-	r.mu.Lock()
-	if h.gateway != gateway {
-		h.gateway, h.asked = gateway, false
-	}
-	asked := h.asked
-	h.asked = true
-	r.mu.Unlock()
-	family := netlink.FAMILY_V4
-	if gateway.Is6() {
-		family = netlink.FAMILY_V6
-	}
-	list, err := r.nl.NeighList(h.plane.ifindex, family)
-	if err != nil && !errors.Is(err, netlink.ErrDumpInterrupted) {
-		return fmt.Errorf("%s: list neighbours: %w", what, err)
-	}
-	var found netlink.Neigh
-	for _, n := range list {
-		if a, ok := netip.AddrFromSlice(n.IP); ok && a.Unmap() == gateway {
-			found = n
-		}
-	}
-	if found.State&(unix.NUD_PERMANENT|unix.NUD_NOARP) == 0 && (!asked || found.FlagsExt&netlink.NTF_EXT_MANAGED == 0) {
-		if err := r.neighbours.manage(h.plane.ifindex, gateway, true); err != nil {
-			return fmt.Errorf("%s: have neighbour %v resolved: %w", what, gateway, err)
-		}
-		if found.State&unix.NUD_FAILED != 0 {
-			found.State = unix.NUD_INCOMPLETE // anew
-		}
-	}
-	r.learn(h, &found)
-	return nil
-}
-
-// nextHop is whose link address packets to the remote end carry.
-func (r *router) nextHop(h *hop) (netip.Addr, error) {
-	routes, err := r.nl.RouteGetWithOptions(h.remote.AsSlice(), &netlink.RouteGetOptions{
-		OifIndex: h.plane.ifindex, SrcAddr: h.local.AsSlice(),
-	})
-	if err != nil {
-		return netip.Addr{}, fmt.Errorf("no route: %w", err)
-	}
-	if len(routes) == 0 || routes[0].LinkIndex != h.plane.ifindex {
-		return netip.Addr{}, fmt.Errorf("the route does not leave by interface %s: %v", h.plane.name, routes)
-	}
-	gw := routes[0].Gw
-	if via, ok := routes[0].Via.(*netlink.Via); ok && via != nil {
-		gw = via.Addr
-	}
-	if a, ok := netip.AddrFromSlice(gw); ok && !a.IsUnspecified() {
-		return a.Unmap(), nil
-	}
-	return h.remote, nil
-}
-
-// learn takes what the neighbour table says about a hop.
-func (r *router) learn(h *hop, n *netlink.Neigh) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	h.state = n.State
-	if n.State&usable == 0 || len(n.HardwareAddr) != 6 || bytes.Equal(h.mac, n.HardwareAddr) {
-		return
-	}
-	if h.mac != nil {
-		r.log.Info("link address of a neighbour changed", "interface", h.plane.name, "neighbour", h.gateway, "from", h.mac.String(), "to", n.HardwareAddr.String())
-	}
-	h.mac = slices.Clone(n.HardwareAddr)
-	r.update(h)
-}
-
 // update rewrites the templates of a hop's paths and tells the connections whether the way is
 // open. The router's lock is held.
 func (r *router) update(h *hop) {
 	for u := range h.users {
+		w := &r.e.pathWords[u.c.base+u.path]
 		if h.mac != nil {
-			writeLinkAddrs(&r.e.pathWords[u.c.base+u.path].Tmpl, h.mac, h.plane.mac)
+			writeLinkAddrs(&w.Tmpl, h.mac, h.plane.mac)
 		}
+		atomic.StoreUint32(&w.Ifindex, uint32(h.plane.out.ifindex))
 		bit := uint32(1) << u.path
 		switch was := u.c.wayUp.Load()&bit != 0; {
 		case h.up() && !was:
@@ -390,171 +395,23 @@ func carrier(a *netlink.LinkAttrs) bool {
 	return a.RawFlags&want == want
 }
 
-// watch follows neighbours, routes and links until close.
-func (r *router) watch() error {
-	neigh, route, link, err := r.subscribe()
-	if err != nil {
-		return err
-	}
-	r.wg.Go(func() {
-		for {
-			r.follow(neigh, route, link)
-			for {
-				select {
-				case <-r.done:
-					return
-				case <-time.After(rewatchTime):
-				}
-				if neigh, route, link, err = r.subscribe(); err == nil {
-					break
-				}
-				r.log.Warn("netlink", "error", err)
-			}
-			r.lookAtAll()
-		}
-	})
-	return nil
-}
-
-func (r *router) subscribe() (chan netlink.NeighUpdate, chan netlink.RouteUpdate, chan netlink.LinkUpdate, error) {
-	neigh, route, link := make(chan netlink.NeighUpdate, 16), make(chan netlink.RouteUpdate, 16), make(chan netlink.LinkUpdate, 16)
-	onError := func(err error) {
-		select {
-		case <-r.done:
-		default:
-			r.log.Warn("netlink subscription", "error", err)
-		}
-	}
-	err := errors.Join(
-		netlink.NeighSubscribeWithOptions(neigh, r.done, netlink.NeighSubscribeOptions{
-			Namespace: &r.e.ns, ErrorCallback: onError, ReceiveBufferSize: watchBuffer,
-		}),
-		netlink.RouteSubscribeWithOptions(route, r.done, netlink.RouteSubscribeOptions{
-			Namespace: &r.e.ns, ErrorCallback: onError, ReceiveBufferSize: watchBuffer,
-		}),
-		netlink.LinkSubscribeWithOptions(link, r.done, netlink.LinkSubscribeOptions{
-			Namespace: &r.e.ns, ErrorCallback: onError, ReceiveBufferSize: watchBuffer,
-		}),
-	)
-	if err != nil {
-		return nil, nil, nil, fmt.Errorf("subscribe to neighbours, routes and links: %w", err)
-	}
-	return neigh, route, link, nil
-}
-
-// follow takes updates until one of the subscriptions ends.
-func (r *router) follow(neigh chan netlink.NeighUpdate, route chan netlink.RouteUpdate, link chan netlink.LinkUpdate) {
-	// Each subscription ends by itself once r.done is closed, if somebody takes its last updates.
-	defer func() {
-		go drain(neigh)
-		go drain(route)
-		go drain(link)
-	}()
-	var settle <-chan time.Time
-	for {
-		select {
-		case <-r.done:
-			return
-		case u, ok := <-neigh:
-			if !ok {
-				return
-			}
-			if u.Type == unix.RTM_NEWNEIGH {
-				r.neighbourChanged(&u.Neigh)
-			}
-		case _, ok := <-route:
-			if !ok {
-				return
-			}
-			if settle == nil {
-				settle = time.After(settleTime)
-			}
-		case <-settle:
-			settle = nil
-			r.lookAtAll()
-		case u, ok := <-link:
-			if !ok {
-				return
-			}
-			r.linkChanged(u.Link.Attrs(), u.Header.Type == unix.RTM_DELLINK)
-		}
-	}
-}
-
-func drain[T any](ch chan T) {
-	for range ch {
-	}
-}
-
-func (r *router) neighbourChanged(n *netlink.Neigh) {
-	a, ok := netip.AddrFromSlice(n.IP)
-	if !ok {
-		return
-	}
-	a = a.Unmap()
-	r.mu.Lock()
-	var hit []*hop
-	for _, h := range r.hops {
-		if h.plane.ifindex == n.LinkIndex && h.gateway == a {
-			hit = append(hit, h)
-		}
-	}
-	r.mu.Unlock()
-	for _, h := range hit {
-		r.learn(h, n)
-	}
-}
-
-func (r *router) linkChanged(a *netlink.LinkAttrs, deleted bool) {
-	for _, p := range r.e.planes {
-		if p.ifindex != a.Index {
-			continue
-		}
-		up := carrier(a) && !deleted
-		r.mu.Lock()
-		moved := len(a.HardwareAddr) == 6 && !bytes.Equal(a.HardwareAddr, p.mac)
-		if moved {
-			p.mac = slices.Clone(a.HardwareAddr)
-		}
-		if p.up.Swap(up) != up || moved {
-			r.log.Info("interface", "interface", p.name, "carrier", up)
-			for _, h := range r.hops {
-				if h.plane == p {
-					r.update(h)
-				}
-			}
-		}
-		r.mu.Unlock()
-		if up {
-			r.lookAtAll()
-		}
-	}
-}
-
-// lookAtAll refreshes every hop: routes changed, or updates were missed.
-func (r *router) lookAtAll() {
-	r.mu.Lock()
-	hops := make([]*hop, 0, len(r.hops))
-	for _, h := range r.hops {
-		hops = append(hops, h)
-	}
-	r.mu.Unlock()
-	for _, h := range hops {
-		if !h.plane.up.Load() {
-			continue
-		}
-		if err := r.refresh(h); err != nil {
-			r.log.Warn("way to a peer", "error", err)
-		}
-	}
-}
-
-// close ends the subscriptions.
+// close ends the subscriptions and lets the neighbours go.
 func (r *router) close() {
 	r.once.Do(func() {
 		close(r.done)
+		r.mu.Lock()
+		for _, s := range r.subs {
+			if s.file != nil {
+				_ = s.file.Close()
+			}
+		}
+		r.mu.Unlock()
 		r.wg.Wait()
-		r.nl.Close()
-		r.neighbours.sockets[unix.NETLINK_ROUTE].Close()
+		if r.nl != nil {
+			r.nl.Close()
+		}
+		for _, s := range r.neighbours.sockets {
+			s.Close()
+		}
 	})
 }
