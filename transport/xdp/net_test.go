@@ -43,7 +43,7 @@ func (h *host) in(f func() error) error {
 
 // newHosts makes two namespaces joined by a veth pair a plane. Host i has the addresses
 // 198.18.k.(i+1) and fd12:k::(i+1) on plane k.
-func newHosts(t *testing.T, planes int) [2]*host {
+func newHosts(t testing.TB, planes int) [2]*host {
 	t.Helper()
 	if os.Geteuid() != 0 {
 		t.Skip("needs root: makes network namespaces and loads BPF programs")
@@ -112,7 +112,7 @@ func newHosts(t *testing.T, planes int) [2]*host {
 }
 
 // waitFor waits until what happens, and fails the test after a time that only a hang exceeds.
-func waitFor(t *testing.T, what string, ok func() bool) {
+func waitFor(t testing.TB, what string, ok func() bool) {
 	t.Helper()
 	for end := time.Now().Add(20 * time.Second); !ok(); time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
