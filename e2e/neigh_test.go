@@ -183,20 +183,24 @@ func neighbourState(t *testing.T, l *lab.Lab, host, other, plane int) (state int
 	return state
 }
 
+// ignoreARP has a host neither answer ARP on plane 0, nor learn from what others ask.
+func ignoreARP(t *testing.T, l *lab.Lab, host int, on bool) {
+	t.Helper()
+	value := map[bool]string{true: "8", false: "0"}[on] // arp_ignore: for all local addresses
+	err := l.Do(host, func() error {
+		return os.WriteFile("/proc/sys/net/ipv4/conf/"+l.Interfaces(host)[0]+"/arp_ignore", []byte(value), 0)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
 func TestTransfersGoOnWhileTheKernelCallsTheNeighbourFailed(t *testing.T) {
 	l := newLab(t, lab.Config{Planes: 1})
 	resolveNeighbours(t, l)
 	h := openPair(t, l, transport.Config{RetryTime: time.Minute})
 	f, conn := startFlow(t, h)
-	// The peer does not answer ARP any more.
-	silent := func(value string) error {
-		return l.Do(1, func() error {
-			return os.WriteFile("/proc/sys/net/ipv4/conf/"+l.Interfaces(1)[0]+"/arp_ignore", []byte(value), 0)
-		})
-	}
-	if err := silent("8"); err != nil {
-		t.Fatal(err)
-	}
+	ignoreARP(t, l, 1, true)
 	setNeighbour(t, l, 0, 1, 0, unix.NUD_FAILED, nil)
 	for _, state := range []int{unix.NUD_INCOMPLETE, unix.NUD_FAILED} { // the kernel asks, and gives up
 		f.waitFor(t, "the neighbour's state", func() bool {
@@ -210,9 +214,7 @@ func TestTransfersGoOnWhileTheKernelCallsTheNeighbourFailed(t *testing.T) {
 		})
 	}
 	f.goesOn(t)
-	if err := silent("0"); err != nil {
-		t.Fatal(err)
-	}
+	ignoreARP(t, l, 1, false)
 	// TCP closes the connection over the same neighbour.
 	f.waitFor(t, "the neighbour known again", func() bool { return neighbourState(t, l, 0, 1, 0)&unix.NUD_REACHABLE != 0 })
 	f.end(t, func(sent uint64) uint64 { return sent/1000 + 64 }) // nothing is lost at all
@@ -350,24 +352,36 @@ func (m *middle) forget(t *testing.T, host int, mac net.HardwareAddr) {
 }
 
 func TestPeerWhoseLinkAddressMovesInMidTransferIsFound(t *testing.T) {
-	l := newLab(t, lab.Config{Planes: 1, Direct: true})
-	m := throughBridge(t, l)
-	h := openPair(t, l, transport.Config{RetryTime: time.Minute})
-	f, _ := startFlow(t, h)
-	was := net.HardwareAddr{2, 0x4d, 0x52, 0, 0, 1}
-	for round := range byte(2) {
-		now := net.HardwareAddr{2, 0, 0, 0, 1, round}
-		m.know(t, 1, now)
-		linkDo(t, l, 1, 0, func(itf netlink.Link) error { return netlink.LinkSetHardwareAddr(itf, now) })
-		m.forget(t, 1, was)
-		took := f.goesOn(t)
-		t.Logf("data flowed again after %v", took)
-		if took > kernelRepair {
-			t.Errorf("data flowed again after %v, which is the kernel's time", took)
-		}
-		was = now
+	for _, c := range fewer(1, []struct {
+		name string
+		deaf bool // the sender does not learn from the questions that the peer asks when it has moved
+	}{
+		{"by its questions", false},
+		{"by its answers alone", true},
+	}) {
+		t.Run(c.name, func(t *testing.T) {
+			l := newLab(t, lab.Config{Planes: 1, Direct: true})
+			m := throughBridge(t, l)
+			h := openPair(t, l, transport.Config{RetryTime: time.Minute})
+			f, _ := startFlow(t, h)
+			ignoreARP(t, l, 0, c.deaf)
+			was := net.HardwareAddr{2, 0x4d, 0x52, 0, 0, 1}
+			for round := range byte(2) {
+				now := net.HardwareAddr{2, 0, 0, 0, 1, round}
+				m.know(t, 1, now)
+				linkDo(t, l, 1, 0, func(itf netlink.Link) error { return netlink.LinkSetHardwareAddr(itf, now) })
+				m.forget(t, 1, was)
+				took := f.goesOn(t)
+				t.Logf("data flowed again after %v", took)
+				if took > kernelRepair {
+					t.Errorf("data flowed again after %v, which is the kernel's time", took)
+				}
+				was = now
+			}
+			ignoreARP(t, l, 0, false)
+			f.end(t, func(sent uint64) uint64 { return ofAnOutage(sent) + mostRepairsOfAnOutage })
+		})
 	}
-	f.end(t, func(sent uint64) uint64 { return ofAnOutage(sent) + mostRepairsOfAnOutage })
 }
 
 // remakePair deletes the veth pair of a direct lab's plane, and makes it anew under its name and addresses.
