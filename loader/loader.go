@@ -83,7 +83,7 @@ type Objects struct {
 	mu         sync.Mutex // of owner, once loaded
 	owner      Owner
 	stateFiles []*os.File
-	rxOn       map[string]*attachment // by interface
+	rxOn       map[string]attachment // by name of the interface
 	log        *slog.Logger
 	undo       []func() error // what Close does, last first
 	closeOnce  sync.Once
@@ -118,6 +118,7 @@ func Load(ctx context.Context, opts Options) (_ *Objects, err error) {
 		MaxConns:   opts.MaxConns,
 		PathPool:   opts.PathPool,
 		MaxRegions: opts.MaxRegions,
+		rxOn:       map[string]attachment{},
 		log:        opts.Logger,
 	}
 	defer func() {
@@ -321,8 +322,8 @@ func (o *Objects) attachAll(nl *netlink.Handle) error {
 	return nil
 }
 
-// attach attaches prog to one interface; Close detaches it.
-func (o *Objects) attach(prog *ebpf.Program, itf Interface) error {
+// attach attaches prog to one interface, and returns what detaches it.
+func (o *Objects) attach(prog *ebpf.Program, itf Interface) (detach func() error, err error) {
 	flags := link.XDPDriverMode
 	if itf.Mode == ModeGeneric {
 		flags = link.XDPGenericMode
@@ -330,13 +331,12 @@ func (o *Objects) attach(prog *ebpf.Program, itf Interface) error {
 	name, index := itf.Lower()
 	l, err := link.AttachXDP(link.XDPOptions{Program: prog, Interface: index, Flags: flags})
 	if err != nil {
-		return attachError(itf, err, whyNot(prog, itf))
+		return nil, attachError(itf, err, whyNot(prog, itf))
 	}
-	o.onClose(func() error {
+	return func() error {
 		if err := l.Close(); err != nil {
 			return fmt.Errorf("detach from interface %s: %w", name, err)
 		}
 		return nil
-	})
-	return nil
+	}, nil
 }

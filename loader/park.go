@@ -53,7 +53,12 @@ func (o *Objects) park(nl *netlink.Handle) error {
 		Name: name, Index: l.Attrs().Index, MTU: l.Attrs().MTU, MAC: l.Attrs().HardwareAddr.String(),
 		Driver: "veth", Mode: ModeNative,
 	}
-	return o.attach(o.Tx, o.Parked)
+	detach, err := o.attach(o.Tx, o.Parked)
+	if err != nil {
+		return err
+	}
+	o.onClose(detach)
+	return nil
 }
 
 func isGone(err error) bool {

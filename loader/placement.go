@@ -43,10 +43,12 @@ func (o *Objects) PlacePump(ctx context.Context, choose func(pumps map[int]int) 
 	if err != nil {
 		return err
 	}
+	o.mu.Lock()
 	o.owner.PumpCPUs, o.owner.PumpCPU = FormatCPUs(p.CPUs), nil
 	if p.Pinned {
 		o.owner.PumpCPU = &p.CPUs[0]
 	}
+	o.mu.Unlock()
 	return o.writeState()
 }
 

@@ -125,7 +125,9 @@ func (o *Objects) claim(ctx context.Context, nl *netlink.Handle) error {
 
 // writeState writes the owner into each of the device's state files.
 func (o *Objects) writeState() error {
+	o.mu.Lock()
 	content, err := json.Marshal(o.owner)
+	o.mu.Unlock()
 	if err != nil {
 		return fmt.Errorf("encode the state file: %w", err)
 	}

@@ -222,16 +222,6 @@ func (c *Conn) Start(ctx context.Context, p core.ConnParams) (err error) {
 		return err
 	}
 	c.started = true
-	// What the router learnt meanwhile reached a connection that was not open yet.
-	for i := range p.Paths {
-		if now := c.wayUp.Load() >> i & 1; now == up>>i&1 {
-			continue
-		} else if now == 0 {
-			c.setPathState(i, core.PathDown)
-		} else {
-			c.setPathState(i, core.PathSuspect)
-		}
-	}
 	c.e.nudge()
 	return nil
 }

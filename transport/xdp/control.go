@@ -170,6 +170,21 @@ func (c *Conn) ended() error {
 	return nil
 }
 
+// wayChanged gives a path the state that follows from its way: without one it is down, with one it is
+// suspect until a probe comes back.
+func (c *Conn) wayChanged(path int) {
+	c.tickMu.Lock() // so that Start has finished, and no tick sets a state that it chose before
+	defer c.tickMu.Unlock()
+	if c.e.conns[c.slot].Load() != c || c.over.Load() {
+		return
+	}
+	state := core.PathDown
+	if c.wayUp.Load()>>path&1 != 0 {
+		state = core.PathSuspect
+	}
+	c.setPathState(path, state)
+}
+
 // setPathState tells kernel and policy what netlink said about the way of a path.
 func (c *Conn) setPathState(path int, state core.PathState) {
 	err := c.control(loader.Ctl{Op: loader.CtlSuspect, Path: uint32(path), Value: uint32(state)})

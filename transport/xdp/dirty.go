@@ -22,10 +22,10 @@ type neighKey struct {
 type batch struct {
 	links  map[*plane]struct{}
 	hops   map[*hop]struct{}
-	neighs map[neighKey]struct{} // changed in the kernel's table
-	doubts map[neighKey]struct{} // to be asked anew
-	freed  map[neighKey]struct{} // nobody uses them any more
-	routes map[netip.Addr]struct{}
+	neighs map[neighKey]struct{}   // changed in the kernel's table
+	doubts map[neighKey]struct{}   // to be asked anew
+	freed  map[neighKey]struct{}   // nobody uses them any more
+	routes map[netip.Addr]struct{} // ends of hops whose routes may have changed
 }
 
 func newBatch() batch {
@@ -46,8 +46,8 @@ type dirty struct {
 	byIndex map[int][]*plane    // by the index of the interface, and of a VLAN interface's parent
 	byName  map[string][]*plane // the same by name: an interface that returns has another index
 	watched map[neighKey]struct{}
-	remotes map[netip.Addr]int // hops to each
-	sorted  []netip.Addr       // remotes in order; nil: to be sorted
+	ends    map[netip.Addr]int // hops from or to each address
+	sorted  []netip.Addr       // ends in order; nil: to be sorted
 	batch
 	settled time.Time            // when the routes may be taken; zero: none there
 	later   map[*plane]time.Time // links to look at again
@@ -56,7 +56,7 @@ type dirty struct {
 func newDirty() *dirty {
 	return &dirty{
 		wake: make(chan struct{}, 1), byIndex: map[int][]*plane{}, byName: map[string][]*plane{},
-		watched: map[neighKey]struct{}{}, remotes: map[netip.Addr]int{}, batch: newBatch(), later: map[*plane]time.Time{},
+		watched: map[neighKey]struct{}{}, ends: map[netip.Addr]int{}, batch: newBatch(), later: map[*plane]time.Time{},
 	}
 }
 
@@ -114,12 +114,12 @@ func (d *dirty) unwatch(k neighKey) {
 	d.mu.Unlock()
 }
 
-// addRemote says how many more hops, or less, lead to a remote address.
-func (d *dirty) addRemote(a netip.Addr, n int) {
+// addEnd says how many more hops, or less, begin or end at an address.
+func (d *dirty) addEnd(a netip.Addr, n int) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.remotes[a] += n; d.remotes[a] <= 0 {
-		delete(d.remotes, a)
+	if d.ends[a] += n; d.ends[a] <= 0 {
+		delete(d.ends, a)
 		delete(d.routes, a)
 	}
 	d.sorted = nil
@@ -158,11 +158,11 @@ func (d *dirty) neighbourChanged(ifindex int, a netip.Addr) {
 	}
 }
 
-// routeChanged: a route came, changed or went. Only the remote addresses that it covers count.
+// routeChanged: a route came, changed or went. Only the ends of hops that it covers count.
 func (d *dirty) routeChanged(dst netip.Prefix) {
 	d.mu.Lock()
 	if d.sorted == nil {
-		for a := range d.remotes {
+		for a := range d.ends {
 			d.sorted = append(d.sorted, a)
 		}
 		slices.SortFunc(d.sorted, netip.Addr.Compare)
@@ -202,7 +202,7 @@ func (d *dirty) allNeighbours() {
 
 func (d *dirty) allRoutes() {
 	d.do(func() {
-		for a := range d.remotes {
+		for a := range d.ends {
 			d.routes[a] = struct{}{}
 		}
 		if d.settled.IsZero() && len(d.routes) > 0 {

@@ -199,10 +199,10 @@ func Open(ctx context.Context, cfg Config) (_ *Engine, err error) {
 	if e.events, err = ringbuf.NewReader(e.reg.Event); err != nil {
 		return nil, fmt.Errorf("read ring buffer %v: %w", e.reg.Event, err)
 	}
-	e.router.watch()
 	if err = e.pump.start(e.ns); err != nil {
 		return nil, err
 	}
+	e.router.watch() // may move the pump
 	e.wg.Go(e.controlLoop)
 	e.wg.Go(e.eventLoop)
 	return e, nil

@@ -54,13 +54,11 @@ func (r *router) lookAt(b *batch) {
 		r.letGo(k)
 	}
 	open := func() bool {
-		select {
-		case <-r.done: // nobody is interested any more
+		if r.over() { // nobody is interested any more
 			return false
-		default:
-			r.lookAtLinks(r.dirty.takeLinks(time.Now()))
-			return true
 		}
+		r.lookAtLinks(r.dirty.takeLinks(time.Now()))
+		return true
 	}
 	for k := range b.doubts {
 		if !open() {
@@ -70,7 +68,7 @@ func (r *router) lookAt(b *batch) {
 	}
 	r.mu.Lock()
 	for a := range b.routes {
-		for h := range r.remotes[a] {
+		for h := range r.ends[a] {
 			b.hops[h] = struct{}{}
 		}
 	}
@@ -88,6 +86,17 @@ func (r *router) lookAt(b *batch) {
 			return
 		}
 		r.lookAtNeighbour(k)
+	}
+	r.tell()
+}
+
+// over says that the router is being closed.
+func (r *router) over() bool {
+	select {
+	case <-r.done:
+		return true
+	default:
+		return false
 	}
 }
 
@@ -308,11 +317,12 @@ func (r *router) learn(n *neighbour, found *netlink.Neigh) {
 	r.learnt()
 }
 
-// lookAtLinks looks at interfaces.
+// lookAtLinks looks at interfaces, and tells the connections of that and of what was found before.
 func (r *router) lookAtLinks(links map[*plane]struct{}) {
 	for p := range links {
 		r.lookAtLink(p)
 	}
+	r.tell()
 }
 
 // lookAtLink compares an interface with what is known of it.

@@ -90,6 +90,35 @@ func (e *Engine) choosePumpCPUs(ctx context.Context) error {
 	})
 }
 
+// placeAgain places the pump anew for interfaces of which one has returned, maybe with other channels. The
+// pump stays where it is if it can. The router's worker calls it.
+func (e *Engine) placeAgain(ctx context.Context, planes []loader.Interface) error {
+	allowed, err := affinity()
+	if err != nil {
+		return err
+	}
+	var cpus []int
+	err = e.reg.PlacePump(ctx, func(pumps map[int]int) (loader.Placement, error) {
+		p, err := stayOrPlace(planes, allowed, pumps, e.cfg.PumpCPU, e.pump.cpus)
+		cpus = p.CPUs
+		return p, err
+	})
+	if err != nil {
+		return err
+	}
+	return e.pump.move(cpus)
+}
+
+// stayOrPlace is placePump for a pump that runs on now, nil for wherever it is allowed.
+func stayOrPlace(planes []loader.Interface, allowed []int, pumps map[int]int, want *int, now []int) (loader.Placement, error) {
+	if len(now) == 1 && want == nil {
+		if p, err := placePump(planes, allowed, pumps, &now[0]); err == nil {
+			return p, nil
+		}
+	}
+	return placePump(planes, allowed, pumps, want)
+}
+
 // affinity lists the CPUs that the calling thread may use, in order.
 func affinity() ([]int, error) {
 	var set unix.CPUSet
@@ -110,12 +139,28 @@ func (p *pump) bind() error {
 	if p.cpus == nil {
 		return nil
 	}
+	return setAffinity(0, p.cpus)
+}
+
+// move keeps the pump's thread on other CPUs from now on. Not concurrently with itself.
+func (p *pump) move(cpus []int) error {
+	if slices.Equal(cpus, p.cpus) {
+		return nil
+	}
+	if err := setAffinity(int(p.tid.Load()), cpus); err != nil {
+		return err
+	}
+	p.cpus = cpus
+	return nil
+}
+
+func setAffinity(tid int, cpus []int) error {
 	var set unix.CPUSet
-	for _, cpu := range p.cpus {
+	for _, cpu := range cpus {
 		set.Set(cpu)
 	}
-	if err := unix.SchedSetaffinity(0, &set); err != nil {
-		return fmt.Errorf("pump: run on CPUs %s: %w", loader.FormatCPUs(p.cpus), err)
+	if err := unix.SchedSetaffinity(tid, &set); err != nil {
+		return fmt.Errorf("pump: run on CPUs %s: %w", loader.FormatCPUs(cpus), err)
 	}
 	return nil
 }

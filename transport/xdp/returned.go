@@ -66,8 +66,8 @@ func (r *router) bringBack(p *plane) bool {
 		}
 		r.update(h)
 	}
-	r.watchPlane(p)
 	r.mu.Unlock()
+	r.watchPlane(p)
 	r.log.Info("interface is back", "interface", p.name, "ifindex", itf.Index, "was", was)
 	return true
 }
@@ -77,20 +77,28 @@ func (r *router) takeBack(p *plane) (itf loader.Interface, mac net.HardwareAddr,
 	ctx, cancel := context.WithTimeout(context.Background(), reattachTime)
 	defer cancel()
 	err = inside(r.e.ns, func() (err error) {
-		itf, err = r.reattach(ctx, p.name)
+		itf, err = r.reattach(ctx, p.name, func(interfaces []loader.Interface, i int) error {
+			if mac, err = r.e.suits(p, interfaces[i]); err != nil {
+				return err
+			}
+			return r.e.placeAgain(ctx, interfaces)
+		})
 		return err
 	})
-	if err != nil {
-		return itf, nil, err
+	return itf, mac, err
+}
+
+// suits says whether a plane's interface, as it is now, can do what the device has promised to its peers.
+func (e *Engine) suits(p *plane, itf loader.Interface) (net.HardwareAddr, error) {
+	mac, err := net.ParseMAC(itf.MAC)
+	if err != nil || len(mac) != 6 {
+		return nil, fmt.Errorf("interface %s: link address %q, want an Ethernet address", p.name, itf.MAC)
 	}
-	if mac, err = net.ParseMAC(itf.MAC); err != nil || len(mac) != 6 {
-		return itf, nil, fmt.Errorf("interface %s: link address %q, want an Ethernet address", p.name, itf.MAC)
+	if fitPayload(p.addr, itf.MTU) < e.payload {
+		return nil, fmt.Errorf("interface %s: MTU is %d, want at least %d for the payload that was agreed on",
+			p.name, itf.MTU, e.payload+headerLen(p.addr))
 	}
-	if fitPayload(p.addr, itf.MTU) < r.e.payload {
-		return itf, nil, fmt.Errorf("interface %s: MTU is %d, want at least %d for the payload that was agreed on",
-			p.name, itf.MTU, r.e.payload+headerLen(p.addr))
-	}
-	return itf, mac, nil
+	return mac, nil
 }
 
 func lowerName(itf loader.Interface) string {

@@ -50,14 +50,16 @@ type router struct {
 	watchBytes int           // receive buffer of each subscription
 	lost       atomic.Uint64 // gaps in the subscriptions
 	looks      atomic.Uint64 // at routes and neighbours
-	reattach   func(ctx context.Context, name string) (loader.Interface, error)
+	reattach   func(ctx context.Context, name string, fits func([]loader.Interface, int) error) (loader.Interface, error)
 
 	neighbours neighbours // the worker's, once it runs
+	untold     []user     // paths whose connections have not been told yet that wayUp changed; the worker's
 
-	// mu is never held during a netlink request, because every start and close of a connection takes it.
+	// mu is held for work in memory only, because every start and close of a connection takes it. Locks are
+	// taken in this order: Conn.tickMu, Conn.mu, router.mu, dirty.mu.
 	mu      sync.Mutex
 	hops    map[hopKey]*hop
-	remotes map[netip.Addr]map[*hop]struct{}
+	ends    map[netip.Addr]map[*hop]struct{} // by both addresses of each
 	neighs  map[neighKey]*neighbour
 	changed chan struct{} // closed, and made anew, when something was learnt
 }
@@ -67,6 +69,10 @@ type hopKey struct {
 	plane         *plane
 	local, remote netip.Addr
 }
+
+// ends are the addresses whose routes count: the kernel sends nothing from an address that it does not
+// have, and says so by a route to it.
+func (k hopKey) ends() [2]netip.Addr { return [2]netip.Addr{k.local, k.remote} }
 
 // hop is the next hop of all paths with the same key, as the router last heard.
 type hop struct {
@@ -106,7 +112,7 @@ func (h *hop) up() bool { return h.mac != nil && h.err == nil && h.plane.up.Load
 func newRouter(e *Engine) (_ *router, err error) {
 	r := &router{
 		e: e, log: e.log, done: make(chan struct{}), dirty: newDirty(), subs: subscriptions(), watchBytes: e.cfg.watchBytes,
-		hops: map[hopKey]*hop{}, remotes: map[netip.Addr]map[*hop]struct{}{}, neighs: map[neighKey]*neighbour{},
+		hops: map[hopKey]*hop{}, ends: map[netip.Addr]map[*hop]struct{}{}, neighs: map[neighKey]*neighbour{},
 		changed: make(chan struct{}),
 	}
 	if r.watchBytes == 0 {
@@ -172,11 +178,13 @@ func (r *router) take(ctx context.Context, paths []core.PathParams) ([]*hop, err
 func (r *router) newHop(key hopKey) *hop {
 	h := &hop{hopKey: key, users: map[user]struct{}{}}
 	r.hops[key] = h
-	if r.remotes[key.remote] == nil {
-		r.remotes[key.remote] = map[*hop]struct{}{}
+	for _, a := range key.ends() {
+		if r.ends[a] == nil {
+			r.ends[a] = map[*hop]struct{}{}
+		}
+		r.ends[a][h] = struct{}{}
+		r.dirty.addEnd(a, 1)
 	}
-	r.remotes[key.remote][h] = struct{}{}
-	r.dirty.addRemote(key.remote, 1)
 	return h
 }
 
@@ -189,10 +197,12 @@ func (r *router) give(hops []*hop) {
 			continue
 		}
 		delete(r.hops, h.hopKey)
-		if delete(r.remotes[h.remote], h); len(r.remotes[h.remote]) == 0 {
-			delete(r.remotes, h.remote)
+		for _, a := range h.ends() {
+			if delete(r.ends[a], h); len(r.ends[a]) == 0 {
+				delete(r.ends, a)
+			}
+			r.dirty.addEnd(a, -1)
 		}
-		r.dirty.addRemote(h.remote, -1)
 		r.leave(h)
 	}
 }
@@ -323,8 +333,8 @@ func stateName(h *hop) string {
 	return "NONE"
 }
 
-// update rewrites the templates of a hop's paths and tells the connections whether the way is
-// open. The router's lock is held.
+// update rewrites the templates of a hop's paths, and notes those whose way has opened or closed: tell
+// does the rest. The worker alone calls it, with the router's lock held.
 func (r *router) update(h *hop) {
 	for u := range h.users {
 		w := &r.e.pathWords[u.c.base+u.path]
@@ -336,12 +346,26 @@ func (r *router) update(h *hop) {
 		switch was := u.c.wayUp.Load()&bit != 0; {
 		case h.up() && !was:
 			u.c.wayUp.Or(bit)
-			u.c.setPathState(u.path, core.PathSuspect) // until a probe comes back
+			r.untold = append(r.untold, u)
 		case !h.up() && was:
 			u.c.wayUp.And(^bit)
-			u.c.setPathState(u.path, core.PathDown)
+			r.untold = append(r.untold, u)
 		}
 	}
+}
+
+// tell tells connections whose paths' ways have opened or closed. The worker calls it without any lock.
+func (r *router) tell() {
+	for _, u := range r.untold {
+		r.mu.Lock()
+		_, used := u.c.hops[u.path].users[u]
+		r.mu.Unlock()
+		if used { // else it is being closed, which takes a while
+			u.c.wayChanged(u.path)
+		}
+	}
+	clear(r.untold)
+	r.untold = r.untold[:0]
 }
 
 // writeLinkAddrs replaces a template's link addresses while mr_tx copies it. The destination

@@ -261,41 +261,36 @@ func (r *router) follow(s *subscription) {
 		r.mu.Lock()
 		file := s.file
 		r.mu.Unlock()
+		begun := time.Now()
 		err := s.read(file, r.dirty, func() { r.lost.Add(1) })
 		_ = file.Close()
-		for renewed := false; !renewed; {
+		for pause := renewTime - time.Since(begun); err != nil; pause = renewTime {
 			select {
 			case <-r.done:
 				return
-			default:
+			case <-time.After(max(pause, 0)):
+			}
+			if r.over() {
+				return
 			}
 			r.log.Warn("netlink subscription broke, is renewed", "of", s.kind, "error", err)
-			if renewed, err = r.renew(s); renewed {
-				break
-			}
-			select {
-			case <-r.done:
-				return
-			case <-time.After(renewTime):
-			}
+			err = r.renew(s)
 		}
 	}
 }
 
 // renew opens a broken subscription again, and has everything read that it may have missed.
-func (r *router) renew(s *subscription) (bool, error) {
+func (r *router) renew(s *subscription) error {
 	fresh := *s
 	if err := fresh.open(r.e.ns, r.watchBytes); err != nil {
-		return false, err
+		return err
 	}
 	r.mu.Lock()
 	s.file = fresh.file
 	r.mu.Unlock()
-	select {
-	case <-r.done: // close may have come before it
+	if r.over() { // close may have come before it
 		_ = fresh.file.Close()
-	default:
 	}
 	s.all(r.dirty)
-	return true, nil
+	return nil
 }

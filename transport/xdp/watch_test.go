@@ -44,7 +44,7 @@ func newTestRouter(t testing.TB, h *host, buffer int) *router {
 		p.up.Store(carrier(a))
 		e.planes = append(e.planes, p)
 	}
-	e.router.reattach = func(context.Context, string) (loader.Interface, error) {
+	e.router.reattach = func(context.Context, string, func([]loader.Interface, int) error) (loader.Interface, error) {
 		return loader.Interface{}, fmt.Errorf("no programs here")
 	}
 	return e.router
@@ -208,7 +208,7 @@ func TestWhatWasLostFromASubscriptionIsReadAgain(t *testing.T) {
 			d := newDirty()
 			d.addPlane(p, []int{index}, []string{"p0"})
 			d.watch(k)
-			d.addRemote(remote, 1)
+			d.addEnd(remote, 1)
 			if err := s.open(h.ns, 1); err != nil {
 				t.Fatal(err)
 			}
@@ -300,7 +300,7 @@ func TestOnlyRoutesThatCoverARemoteAddressAreLookedAt(t *testing.T) {
 		t.Run(c.route, func(t *testing.T) {
 			d := newDirty()
 			for _, a := range remotes {
-				d.addRemote(netip.MustParseAddr(a), 1)
+				d.addEnd(netip.MustParseAddr(a), 1)
 			}
 			d.routeChanged(netip.MustParsePrefix(c.route))
 			var got []string
@@ -346,7 +346,7 @@ func TestDirtySetHoldsEachThingOnceAndNothingThatNobodyWatches(t *testing.T) {
 func TestRouteChangesAreCollectedForAWhile(t *testing.T) {
 	d := newDirty()
 	a := netip.MustParseAddr("198.18.0.2")
-	d.addRemote(a, 1)
+	d.addEnd(a, 1)
 	now := time.Now()
 	d.routeChanged(netip.PrefixFrom(a, 32))
 	b, next := d.take(now)
