@@ -204,16 +204,21 @@ func TestWayWithoutARouteIsDownUntilThereIsOne(t *testing.T) {
 	waitFor(t, "up again", func() bool { _, _, up := hopNow(r, h); return up })
 }
 
+// The address is outside the prefix of the route to the peer, which stays as it is.
 func TestWayFromAnAddressThatIsGoneIsDownUntilItReturns(t *testing.T) {
 	hosts := newHosts(t, 1)
 	r := newTestRouter(t, hosts[0], 0)
 	r.watch()
-	h := takeHops(t, r, pathsTo(r.e.planes[0].addr, []netip.Addr{netip.MustParseAddr("198.18.0.2")}))[0]
 	link, err := hosts[0].nl.LinkByName("p0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	addr := &netlink.Addr{IPNet: &net.IPNet{IP: net.IPv4(198, 18, 0, 1), Mask: net.CIDRMask(24, 32)}}
+	local := netip.MustParseAddr("198.18.9.1")
+	addr := &netlink.Addr{IPNet: &net.IPNet{IP: local.AsSlice(), Mask: net.CIDRMask(32, 32)}}
+	if err := hosts[0].nl.AddrAdd(link, addr); err != nil {
+		t.Fatal(err)
+	}
+	h := takeHops(t, r, pathsTo(local, []netip.Addr{netip.MustParseAddr("198.18.0.2")}))[0]
 	if err := hosts[0].nl.AddrDel(link, addr); err != nil {
 		t.Fatal(err)
 	}

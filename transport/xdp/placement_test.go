@@ -76,3 +76,34 @@ func TestPumpRunsWhereItsInterfacesSendFrom(t *testing.T) {
 		})
 	}
 }
+
+func TestPumpStaysWhereItIsWhenAnInterfaceReturnsThatItCanSendBy(t *testing.T) {
+	nic := func(driver string, channels int) []loader.Interface {
+		return []loader.Interface{{Name: "eth1", Driver: driver, Channels: channels}}
+	}
+	two := 2
+	all := []int{0, 1, 2, 3}
+	for _, c := range []struct {
+		name   string
+		planes []loader.Interface
+		want   *int
+		now    []int
+		cpus   []int
+		err    bool
+	}{
+		{"as before", nic("mlx5_core", 4), nil, []int{1}, []int{1}, false},
+		{"fewer channels, and it is above them", nic("mlx5_core", 2), nil, []int{3}, []int{0}, false},
+		{"one queue now", nic("veth", 1), nil, []int{1}, []int{1}, false},
+		{"several queues now", nic("veth", 2), nil, nil, []int{3}, false},
+		{"several queues now, and it ran on some CPUs", nic("mlx5_core", 2), nil, []int{1, 2}, []int{0}, false},
+		{"chosen by hand", nic("mlx5_core", 4), &two, []int{2}, []int{2}, false},
+		{"chosen by hand, and now above the channels", nic("mlx5_core", 2), &two, []int{2}, nil, true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			p, err := stayOrPlace(c.planes, all, map[int]int{1: 1}, c.want, c.now)
+			if (err != nil) != c.err || !slices.Equal(p.CPUs, c.cpus) {
+				t.Errorf("runs on %v (%v), want %v", p.CPUs, err, c.cpus)
+			}
+		})
+	}
+}

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"log/slog"
 	"net"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -17,6 +18,7 @@ import (
 	"github.com/cilium/ebpf/asm"
 	"github.com/cilium/ebpf/link"
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 
 	"github.com/metaroce/metaroce/loader"
 	"github.com/metaroce/metaroce/transport/core"
@@ -39,9 +41,14 @@ func deletePlane(t *testing.T, hosts [2]*host, e [2]*Engine, plane int) {
 // makePlane makes a plane's veth pair anew, as newHosts did.
 func makePlane(t *testing.T, hosts [2]*host, plane, mtu int) {
 	t.Helper()
+	makePlaneOf(t, hosts, plane, mtu, 1)
+}
+
+func makePlaneOf(t *testing.T, hosts [2]*host, plane, mtu, queues int) {
+	t.Helper()
 	name := hosts[0].names[plane]
 	attrs := netlink.NewLinkAttrs()
-	attrs.Name, attrs.MTU = name, mtu
+	attrs.Name, attrs.MTU, attrs.NumTxQueues, attrs.NumRxQueues = name, mtu, queues, queues
 	veth := &netlink.Veth{LinkAttrs: attrs, PeerName: name, PeerMTU: uint32(mtu), PeerNamespace: netlink.NsFd(hosts[1].ns)}
 	if err := hosts[0].nl.LinkAdd(veth); err != nil {
 		t.Fatal(err)
@@ -124,6 +131,33 @@ func TestInterfaceThatReturnsIsUsedAgain(t *testing.T) {
 	}
 }
 
+func TestPumpIsPinnedWhenAnInterfaceReturnsWithSeveralQueues(t *testing.T) {
+	if runtime.NumCPU() < 2 {
+		t.Skip("needs 2 CPUs")
+	}
+	hosts := newHosts(t, 1)
+	e := [2]*Engine{openOn(t, hosts[0], Config{RetryTime: time.Minute}), openOn(t, hosts[1], Config{RetryTime: time.Minute})}
+	cpus := func(e *Engine) int {
+		var set unix.CPUSet
+		if err := unix.SchedGetaffinity(int(e.pump.tid.Load()), &set); err != nil {
+			t.Fatal(err)
+		}
+		return set.Count()
+	}
+	if n := cpus(e[0]); n < 2 {
+		t.Fatalf("the pump runs on %d CPU before, want more: the test is about the change", n)
+	}
+	deletePlane(t, hosts, e, 0)
+	makePlaneOf(t, hosts, 0, 3400, 2)
+	for i := range e {
+		waitFor(t, "the interface back", e[i].planes[0].up.Load)
+		owner := e[i].reg.Device().Owner
+		if n := cpus(e[i]); n != 1 || owner.PumpCPU == nil || owner.Interfaces[0].Channels != 2 {
+			t.Errorf("host %d: the pump may run on %d CPUs, the state says %+v, want 1 and so in the state", i, n, owner)
+		}
+	}
+}
+
 // countingLog counts the lines that contain something.
 type countingLog struct {
 	mu   sync.Mutex
@@ -164,6 +198,11 @@ func TestInterfaceThatCannotBeUsedIsTriedAgainAndSaidOnce(t *testing.T) {
 		mend func(t *testing.T, h *host, l netlink.Link, foreign link.Link)
 	}{
 		{"foreign program", 3400, "foreign", func(t *testing.T, _ *host, _ netlink.Link, foreign link.Link) {
+			if err := foreign.Close(); err != nil {
+				t.Fatal(err)
+			}
+		}},
+		{"other end of the veth pair in generic mode", 3400, "generic mode", func(t *testing.T, _ *host, _ netlink.Link, foreign link.Link) {
 			if err := foreign.Close(); err != nil {
 				t.Fatal(err)
 			}
@@ -210,6 +249,18 @@ func TestInterfaceThatCannotBeUsedIsTriedAgainAndSaidOnce(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
+			if c.said == "generic mode" {
+				err := hosts[1].in(func() (err error) {
+					far, err := hosts[1].nl.LinkByName("new0")
+					if err == nil {
+						foreign, err = link.AttachXDP(link.XDPOptions{Program: pass, Interface: far.Attrs().Index, Flags: link.XDPGenericMode})
+					}
+					return err
+				})
+				if err != nil {
+					t.Fatal(err)
+				}
+			}
 			if err := errors.Join(hosts[0].nl.LinkSetDown(l), hosts[0].nl.LinkSetName(l, "p0"), hosts[0].nl.LinkSetUp(l)); err != nil {
 				t.Fatal(err)
 			}
@@ -225,6 +276,12 @@ func TestInterfaceThatCannotBeUsedIsTriedAgainAndSaidOnce(t *testing.T) {
 			}
 			if e.planes[0].up.Load() {
 				t.Error("the plane is up although its interface was refused")
+			}
+			if c.said == "MTU is 1400" { // in generic mode it takes an attached program to find out
+				l, err := hosts[0].nl.LinkByName("p0")
+				if err != nil || l.Attrs().Xdp != nil && l.Attrs().Xdp.Attached {
+					t.Errorf("XDP of the refused interface is %+v (%v), want none", l.Attrs().Xdp, err)
+				}
 			}
 			c.mend(t, hosts[0], l, foreign)
 			waitFor(t, "the interface in use", e.planes[0].up.Load)

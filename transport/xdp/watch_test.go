@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
+	"os"
 	"slices"
 	"testing"
 	"time"
@@ -243,19 +244,22 @@ func TestBrokenSubscriptionIsRenewed(t *testing.T) {
 	hosts := newHosts(t, 1)
 	r := newTestRouter(t, hosts[0], 0)
 	r.watch()
+	p := r.e.planes[0]
+	broken := map[*subscription]*os.File{}
+	r.mu.Lock()
 	for _, s := range r.subs {
-		r.mu.Lock()
-		file := s.file
-		r.mu.Unlock()
-		_ = file.Close()
+		broken[s] = s.file
+		_ = s.file.Close()
+	}
+	r.mu.Unlock()
+	setLink(t, hosts[1], "p0", false) // nobody hears of it
+	for s, file := range broken {
 		waitFor(t, "subscription to "+s.kind+" renewed", func() bool {
 			r.mu.Lock()
 			defer r.mu.Unlock()
 			return s.file != file
 		})
 	}
-	p := r.e.planes[0]
-	setLink(t, hosts[1], "p0", false)
 	waitFor(t, "carrier lost", func() bool { return !p.up.Load() })
 	setLink(t, hosts[1], "p0", true)
 	waitFor(t, "carrier back", p.up.Load)
