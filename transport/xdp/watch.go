@@ -133,8 +133,8 @@ func (s *subscription) read(file *os.File, d *dirty, lost func()) error {
 			s.all(d)
 		case errors.Is(err, unix.ENOBUFS) || err == nil && n > len(buf):
 			missed = true
-			lost()
 			s.all(d)
+			lost()
 		case err != nil:
 			return err
 		case sender == nil || sender.Pid != 0:
