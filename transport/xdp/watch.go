@@ -127,13 +127,12 @@ func (s *subscription) read(file *os.File, d *dirty, lost func()) error {
 		switch {
 		case errors.Is(err, unix.EINTR):
 		case errors.Is(err, unix.EAGAIN):
-			// The kernel drops everything from the first message that finds no room until the queue
-			// is empty, and says so once. Only what is read after that is complete.
 			missed = false
 			s.all(d)
 		case errors.Is(err, unix.ENOBUFS) || err == nil && n > len(buf):
+			// The kernel drops everything from the first message that finds no room until the queue
+			// is empty, which is soon, and says so once. Only what is read after that is complete.
 			missed = true
-			s.all(d)
 			lost()
 		case err != nil:
 			return err

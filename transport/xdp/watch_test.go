@@ -225,7 +225,6 @@ func TestWhatWasLostFromASubscriptionIsReadAgain(t *testing.T) {
 				defer close(over)
 				_ = s.read(s.file, d, func() {
 					lost++
-					d.take(time.Now().Add(time.Minute))
 					changed = c.change()
 				})
 			}()
