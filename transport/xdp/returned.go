@@ -64,7 +64,6 @@ func (r *router) bringBack(p *plane) bool {
 		for u := range h.users {
 			retag(&r.e.pathWords[u.c.base+u.path], p.out)
 		}
-		r.update(h)
 	}
 	r.mu.Unlock()
 	r.watchPlane(p)

@@ -254,7 +254,7 @@ func TestBrokenSubscriptionIsRenewed(t *testing.T) {
 		_ = s.file.Close()
 	}
 	r.mu.Unlock()
-	setLink(t, hosts[1], "p0", false) // nobody hears of it
+	setLink(t, hosts[0], "p0", false) // nobody hears of it, for a second
 	for s, file := range broken {
 		waitFor(t, "subscription to "+s.kind+" renewed", func() bool {
 			r.mu.Lock()
@@ -263,8 +263,19 @@ func TestBrokenSubscriptionIsRenewed(t *testing.T) {
 		})
 	}
 	waitFor(t, "carrier lost", func() bool { return !p.up.Load() })
-	setLink(t, hosts[1], "p0", true)
+	setLink(t, hosts[0], "p0", true)
 	waitFor(t, "carrier back", p.up.Load)
+}
+
+func TestInterfaceThatWasReplacedBeforeTheSubscriptionIsNoticed(t *testing.T) {
+	hosts := newHosts(t, 1)
+	r := newTestRouter(t, hosts[0], 0)
+	p := r.e.planes[0]
+	now := loader.Interface{Name: p.name, Index: p.ifindex, MTU: p.mtu, MAC: p.mac.String()}
+	r.reattach = func(context.Context, string, func([]loader.Interface, int) error) (loader.Interface, error) { return now, nil }
+	p.ifindex += 1000 // of the one that the programs were loaded for
+	r.watch()
+	waitFor(t, "the interface of now in use", func() bool { return indexOf(r.e, 0) == now.Index && p.up.Load() })
 }
 
 func TestCarrierThatChangesBetweenReadingAndWatchingIsLearnt(t *testing.T) {
