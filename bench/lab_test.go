@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/metaroce/metaroce/fabric/lab"
+	"github.com/metaroce/metaroce/telemetry"
 	"github.com/metaroce/metaroce/transport"
 )
 
@@ -70,6 +71,20 @@ func device(t *testing.T, l *lab.Lab, host int) *transport.Device {
 	return d
 }
 
+// wantFewRepairs fails if the devices of this process have repaired more than a thousandth of what they sent.
+// Nothing is lost here: the 8 are what paths that are timed out too hastily send before a late ACK comes.
+func wantFewRepairs(t *testing.T) {
+	t.Helper()
+	sent, repairs, err := telemetry.OwnPackets()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("%d repairs of %d packets sent", repairs, sent)
+	if most := sent/1000 + 8; repairs > most {
+		t.Errorf("%d repairs of %d packets sent, want at most %d", repairs, sent, most)
+	}
+}
+
 // runPerf runs client and server and returns what each has reported.
 func runPerf(t *testing.T, client, server *transport.Device, l *lab.Lab, p Params) (ours, theirs []Report) {
 	t.Helper()
@@ -105,6 +120,7 @@ func runPerf(t *testing.T, client, server *transport.Device, l *lab.Lab, p Param
 	if err := <-served; err != nil {
 		t.Error(err)
 	}
+	wantFewRepairs(t)
 	return ours, theirs
 }
 

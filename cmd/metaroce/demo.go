@@ -18,7 +18,7 @@ import (
 
 	"github.com/metaroce/metaroce/bench"
 	"github.com/metaroce/metaroce/fabric/lab"
-	"github.com/metaroce/metaroce/loader"
+	"github.com/metaroce/metaroce/telemetry"
 )
 
 func init() { register(newDemoCommand) }
@@ -70,7 +70,7 @@ func runDemo(cmd *cobra.Command, out string, rate uint64) (err error) {
 	story, err := bench.Tell(ctx, bench.StoryConfig{
 		Lab: fmt.Sprintf("demo-%d", os.Getpid()), Planes: 4, Rate: rate,
 		Losses: []float64{0, 0.01, 0.1}, Stream: 2500 * time.Millisecond, Direct: true,
-		Counts: ownPackets, Show: view.show(), Logger: quiet(),
+		Counts: telemetry.OwnPackets, Show: view.show(), Logger: quiet(),
 	})
 	view.end()
 	if err != nil {
@@ -98,30 +98,6 @@ func saveReport(f *os.File, out string, s *bench.Story) error {
 		return err
 	}
 	return os.Rename(f.Name(), out)
-}
-
-// ownPackets counts the data packets of this process's devices.
-func ownPackets() (sent, again uint64, err error) {
-	devs, err := loader.Find()
-	if err != nil {
-		return 0, 0, err
-	}
-	for _, d := range devs {
-		if d.Owner.PID != os.Getpid() {
-			continue
-		}
-		st, err := readDevice(d)
-		if err != nil {
-			return 0, 0, err
-		}
-		for _, c := range st.Connections {
-			for _, p := range c.Paths {
-				sent += uint64(p.Sent)
-				again += uint64(p.Retransmitted)
-			}
-		}
-	}
-	return sent, again, nil
 }
 
 // summary is the demo's last line.

@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/metaroce/metaroce/fabric/lab"
+	"github.com/metaroce/metaroce/telemetry"
 	"github.com/metaroce/metaroce/transport"
 )
 
@@ -34,6 +35,7 @@ type rig struct {
 	sender, recver *transport.Device
 	ln             *transport.Listener
 	src, dst       string
+	lossPerCent    uint64 // at most, of packets
 }
 
 func newRig(t *testing.T) *rig {
@@ -67,10 +69,25 @@ func newRig(t *testing.T) *rig {
 			}
 		})
 	}
+	t.Cleanup(r.wantRepairs)
 	if r.ln, err = r.recver.Listen(t.Context(), l.Addr(1, 0).String()+":0"); err != nil {
 		t.Fatal(err)
 	}
 	return r
+}
+
+// wantRepairs fails if the devices have repaired more than was lost, and a thousandth of what they sent. The 8
+// are what paths that are timed out too hastily send before a late ACK comes.
+func (r *rig) wantRepairs() {
+	r.t.Helper()
+	sent, repairs, err := telemetry.OwnPackets()
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	r.t.Logf("%d repairs of %d packets sent", repairs, sent)
+	if most := sent*r.lossPerCent/100 + sent/1000 + 8; repairs > most {
+		r.t.Errorf("%d repairs of %d packets sent, want at most %d", repairs, sent, most)
+	}
 }
 
 // file makes a source file of random bytes.
@@ -183,6 +200,7 @@ func TestFilesArriveByteForByte(t *testing.T) {
 
 func TestFilesArriveThroughLoss(t *testing.T) {
 	r := newRig(t)
+	r.lossPerCent = 2 * (5 + 2) // chance may have it that more is hit than the share says
 	if err := r.lab.SetRandom(lab.FaultConfig{Loss: 0.05, Duplicate: 0.02, Corrupt: 0.02, Seed: 7}); err != nil {
 		t.Fatal(err)
 	}
