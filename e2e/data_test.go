@@ -34,7 +34,7 @@ func TestMessagesOfEverySizeArriveWholeOverBothFamilies(t *testing.T) {
 	}{{1024, false}, {2048, false}, {2048, true}, {3072, false}, {3072, true}, {1024, true}}) {
 		t.Run(fmt.Sprintf("payload %d, IPv6 %v", c.payload, c.ipv6), func(t *testing.T) {
 			h := openPair(t, l, transport.Config{Payload: c.payload, PreferIPv6: c.ipv6})
-			conn := connect(t, h[0], h[1])
+			conn := connect(t, h[0], h[1], hardlyAny)
 			if got := conn[0].Info(); got.Payload != c.payload || got.Paths[0].Local.Is6() != c.ipv6 {
 				t.Fatalf("connection %+v, want payload %d, IPv6 %v", got, c.payload, c.ipv6)
 			}
@@ -46,7 +46,7 @@ func TestMessagesOfEverySizeArriveWholeOverBothFamilies(t *testing.T) {
 
 func messageOf256MiBArrivesWhole(t *testing.T, h [2]*host) {
 	size := pick[uint64](256<<20, 8<<20)
-	c := connect(t, h[0], h[1])
+	c := connect(t, h[0], h[1], hardlyAny)
 	exchange(t, newDirection(t, h[0], h[1], c[0], c[1], 9, []uint64{1, size, 1}))
 }
 
@@ -72,7 +72,7 @@ func acrossBlocks(t *testing.T, h [2]*host, c [2]*transport.Conn) *direction {
 }
 
 func lastBytesOfARegionCanBeReadAndWritten(t *testing.T, h [2]*host) {
-	c := connect(t, h[0], h[1])
+	c := connect(t, h[0], h[1], hardlyAny)
 	for _, size := range []uint64{1, 3071, 3072, 64<<10 - 1, 64 << 10, 64<<10 + 1, 200000} {
 		d := newDirection(t, h[0], h[1], c[0], c[1], size, nil)
 		d.from, d.to = h[0].alloc(t, size), h[1].alloc(t, size)
@@ -84,7 +84,7 @@ func lastBytesOfARegionCanBeReadAndWritten(t *testing.T, h [2]*host) {
 }
 
 func messageOf4GiBIsRefused(t *testing.T, h [2]*host) {
-	c := connect(t, h[0], h[1])
+	c := connect(t, h[0], h[1], hardlyAny)
 	from, to := h[0].alloc(t, 1), h[1].alloc(t, 1)
 	for _, size := range []uint64{4 << 30, 4<<30 + 1, 1 << 40} {
 		err := c[0].PostWrite(transport.WriteRequest{Local: from, Length: size, RemoteAddr: to.Addr(), RKey: to.RKey()})
@@ -142,7 +142,7 @@ func retransmitted(t *testing.T, h *host, c *transport.Conn) (n uint32) {
 }
 
 func receivePostedLateLetsTheSenderGoOn(t *testing.T, h [2]*host) {
-	c := connect(t, h[0], h[1])
+	c := connect(t, h[0], h[1], hardlyAny)
 	d := newDirection(t, h[0], h[1], c[0], c[1], 1, []uint64{100, 200, 10000, 300, 400, 20000})
 	postStalled(t, d)
 	time.Sleep(50 * time.Millisecond) // late: the sender's probes for credit have become rare
@@ -160,7 +160,7 @@ func receivePostedLateLetsTheSenderGoOn(t *testing.T, h [2]*host) {
 }
 
 func senderWithoutAReceiveStallsAndRetransmitsNothing(t *testing.T, h [2]*host) {
-	c, other := connect(t, h[0], h[1]), connect(t, h[0], h[1])
+	c, other := connect(t, h[0], h[1], hardlyAny), connect(t, h[0], h[1], hardlyAny)
 	d := newDirection(t, h[0], h[1], c[0], c[1], 1, []uint64{100, 200, 10000, 300})
 	postStalled(t, d)
 	// What was posted before the request that waits has been sent; it may still be under way.
@@ -192,7 +192,7 @@ func senderWithoutAReceiveStallsAndRetransmitsNothing(t *testing.T, h [2]*host) 
 }
 
 func bufferThatIsWrittenWhileItIsSentMakesNoBadChecksum(t *testing.T, h [2]*host) {
-	c := connect(t, h[0], h[1])
+	c := connect(t, h[0], h[1], hardlyAny)
 	const size = 1 << 20
 	from, to := h[0].alloc(t, size), h[1].alloc(t, size+2*guard)
 	noise(to.Bytes(), 1)
@@ -237,9 +237,9 @@ func bufferThatIsWrittenWhileItIsSentMakesNoBadChecksum(t *testing.T, h [2]*host
 func connectionsShareADevice(t *testing.T, h [2]*host) {
 	var all []*direction
 	for i := range uint64(5) {
-		c := connect(t, h[0], h[1])
+		c := connect(t, h[0], h[1], hardlyAny)
 		if i%2 == 1 {
-			c = connect(t, h[1], h[0])
+			c = connect(t, h[1], h[0], hardlyAny)
 			c[0], c[1] = c[1], c[0]
 		}
 		all = append(all, bothWays(t, h, c, 10*i, mixed(i, pick[uint64](4<<20, 50<<10)))...)

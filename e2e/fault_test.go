@@ -47,6 +47,8 @@ func switchCounters(t *testing.T, l *lab.Lab) (sum lab.Counters) {
 	}
 	for _, p := range st.Planes {
 		sum.Lost += p.Counters.Lost
+		sum.Scripted += p.Counters.Scripted
+		sum.QueueDropped += p.Counters.QueueDropped
 		sum.Corrupted += p.Counters.Corrupted
 		sum.Duplicated += p.Counters.Duplicated
 		sum.Reordered += p.Counters.Reordered
@@ -97,7 +99,7 @@ func everyByteArrivesOnceOverAFaultyNetwork(t *testing.T, h [2]*host) {
 		},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			conn := connect(t, h[0], h[1])
+			conn := connect(t, h[0], h[1], whatIsLost(t, l))
 			setFault(t, l, c.fault)
 			before := switchCounters(t, l)
 			met := func() bool {
@@ -144,7 +146,7 @@ func packetsThatAScriptHitsAreMadeGood(t *testing.T, h [2]*host) {
 		{"an ACK comes twice", "duplicate ack 1", []uint64{1 << 20}, []uint64{1}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			conn := connect(t, h[0], h[1])
+			conn := connect(t, h[0], h[1], whatIsLost(t, l))
 			d := newDirection(t, h[0], h[1], conn[0], conn[1], 5, c.sizes)
 			setFault(t, l, lab.FaultConfig{Script: c.script})
 			exchange(t, d)
@@ -160,7 +162,7 @@ func lostNAKIsRepeated(t *testing.T, h [2]*host) {
 		{"the first five", "drop nak 1-5"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			conn := connect(t, h[0], h[1])
+			conn := connect(t, h[0], h[1], whatIsLost(t, l))
 			from, to := h[0].alloc(t, 10000), h[1].alloc(t, 10000)
 			noise(from.Bytes(), 1)
 			setFault(t, l, lab.FaultConfig{Script: c.script})

@@ -125,6 +125,8 @@ type host struct {
 	dev   *transport.Device
 	pd    *transport.PD // of its memory and connections, in tests that are not about domains
 	dir   string        // of the device's pins
+
+	watched bool // by a test that states the most repairs
 }
 
 // open opens a device on all planes unless cfg names interfaces. It is closed at the end of the test.
@@ -181,6 +183,7 @@ func openHosts(t *testing.T, l *lab.Lab, cfg0, cfg1 transport.Config) [2]*host {
 	}
 	for i := range h {
 		h[i].dir = pins(t, l, i)
+		t.Cleanup(func() { h[i].wantWatched(t) })
 	}
 	return h
 }
@@ -317,9 +320,12 @@ func (h *host) setupAddr() string {
 }
 
 // connect sets up a connection, from host a to host b, and returns both ends in this order. They
-// are closed at the end of the test, in order if they still live then.
-func connect(t *testing.T, a, b *host) [2]*transport.Conn {
+// are closed at the end of the test, in order if they still live then. Until then neither host may
+// send more repairs than most, on all connections.
+func connect(t *testing.T, a, b *host, most mostRepairs) [2]*transport.Conn {
 	t.Helper()
+	a.watch(t, most)
+	b.watch(t, most)
 	l := b.listen(t)
 	defer l.Close()
 	var c [2]*transport.Conn

@@ -88,21 +88,19 @@ func TestForeignJumboFramesPassWhileWritesRunOverTheSameInterface(t *testing.T) 
 	for _, c := range fewer(1, []struct {
 		name string
 		cfg  lab.Config
-		// At most, of packets sent. A veth's ring of 256 frames is TCP's too, and drops what both together
-		// have too much: none here, up to 1.6 % seen where the receiving end is polled late (6.1, emulated).
-		repairs float64
 	}{
-		{"a switch", lab.Config{MTU: 9000}, 0.05},
-		{"no switch", lab.Config{Direct: true, MTU: 9000}, 0.05},
+		{"a switch", lab.Config{MTU: 9000}},
+		{"no switch", lab.Config{Direct: true, MTU: 9000}},
 	}) {
 		t.Run(c.name, func(t *testing.T) {
 			l := newLab(t, c.cfg)
 			h := openPair(t, l, transport.Config{RetryTime: time.Minute})
-			conn := connect(t, h[0], h[1])
+			// A veth's ring of 256 frames is TCP's too, and drops what both together have too much: none here,
+			// up to 1.6 % seen where the receiving end is polled late (6.1, emulated).
+			conn := connect(t, h[0], h[1], perCent(5))
 			if got := conn[0].Info().Payload; got != 3072 {
 				t.Errorf("payload is %d bytes at MTU 9000, want 3072", got)
 			}
-			before := [2]uint64{h[0].counters(t).SentPkts, h[1].counters(t).SentPkts}
 			busy := keepBusy(t, bothWays(t, h, conn, 7, mixed(7, pick[uint64](8<<20, 100<<10)))...)
 			size := pick[int64](64<<20, 2<<20)
 			for way, ends := range [][2]int{{0, 1}, {1, 0}} {
@@ -124,11 +122,6 @@ func TestForeignJumboFramesPassWhileWritesRunOverTheSameInterface(t *testing.T) 
 					return nil
 				})
 				k := h[i].counters(t)
-				share := float64(k.Retransmits) / float64(k.SentPkts-before[i])
-				t.Logf("host %d: %d packets sent, %d repairs (%.3f %%)", i, k.SentPkts, k.Retransmits, 100*share)
-				if share > c.repairs {
-					t.Errorf("host %d: %d repairs of %d packets sent, want at most %v", i, k.Retransmits, k.SentPkts, c.repairs)
-				}
 				if k.DropNonlinear != 0 || k.DropVlan != 0 || k.DropLength != 0 {
 					t.Errorf("host %d: drop_nonlinear %d, drop_vlan %d, drop_length %d, want none", i, k.DropNonlinear, k.DropVlan, k.DropLength)
 				}

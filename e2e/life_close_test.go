@@ -69,7 +69,7 @@ func TestCloseDeliversWhatIsUnderWay(t *testing.T) {
 		{"both send and close", []int{0, 1}, []int{0, 1}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			conn := connect(t, h[0], h[1])
+			conn := connect(t, h[0], h[1], whatIsLost(t, l))
 			var from, to [2]*transport.Memory
 			for _, i := range c.writers {
 				from[i], to[i] = h[i].alloc(t, size), h[1-i].alloc(t, size)
@@ -115,7 +115,7 @@ func TestCloseOfTheReceivingEndFlushesWhatThePeerStillSends(t *testing.T) {
 	const size, writes = 4 << 20, 64
 	l := newLab(t, lab.Config{Planes: 2, Rate: slow})
 	h := openPair(t, l, transport.Config{})
-	conn := connect(t, h[0], h[1])
+	conn := connect(t, h[0], h[1], whatIsLost(t, l))
 	from, to := h[0].alloc(t, size), h[1].alloc(t, size)
 	noise(from.Bytes(), 1)
 	post(t, conn[0], from, to, writes)
@@ -154,7 +154,7 @@ func TestCloseEndsInTimeWhenThePeerDoesNotAnswer(t *testing.T) {
 		{"writes outstanding", 3, "3 writes not delivered", kindFailed},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			conn := connect(t, h[0], h[1])
+			conn := connect(t, h[0], h[1], outage(8))
 			from, to := h[0].alloc(t, 3<<10), h[1].alloc(t, 3<<10)
 			down(t, l)
 			defer up(t, l)
@@ -212,7 +212,7 @@ func TestIdleConnectionNoticesThatThePeersMachineIsGone(t *testing.T) {
 	const keepalive, retry = 300 * time.Millisecond, 200 * time.Millisecond
 	l := newLab(t, lab.Config{Planes: 2})
 	h := openPair(t, l, transport.Config{Keepalive: keepalive, RetryTime: retry})
-	conn := connect(t, h[0], h[1])
+	conn := connect(t, h[0], h[1], hardlyAny)
 	// It lives while the peer answers.
 	select {
 	case <-conn[0].Done():
@@ -245,7 +245,7 @@ func TestConnectionLivesOnWithoutThePlaneOfItsSetUp(t *testing.T) {
 	const size, writes, retry = 1 << 20, 16, 300 * time.Millisecond
 	l := newLab(t, lab.Config{Planes: 3})
 	h := openPair(t, l, transport.Config{RetryTime: retry, Keepalive: retry})
-	conn := connect(t, h[0], h[1])
+	conn := connect(t, h[0], h[1], outage(3))
 	from, to := h[0].alloc(t, size), h[1].alloc(t, size)
 	if err := l.PlaneDown(0); err != nil {
 		t.Fatal(err)
@@ -422,6 +422,9 @@ func TestThousandsOfConnectionsLeaveNothingBehind(t *testing.T) {
 	rounds := pick(2000, 100)
 	// Small tables: each entry is looked at.
 	h := openPair(t, newLab(t, lab.Config{Direct: true}), transport.Config{MaxConns: 2 * workers, PathPool: 16 * workers})
+	for i := range h {
+		h[i].watch(t, hardlyAny)
+	}
 	from, to := h[0].alloc(t, workers*3*3072), h[1].alloc(t, workers*3*3072)
 	comeAndGo(t, h, from, to, 2*workers) // pools and goroutines' stacks have their size from here on
 	before := heldBy(t, h)

@@ -434,13 +434,15 @@ func TestKilledCopyLeavesNoPartOfAFile(t *testing.T) {
 		t.Helper()
 		c := start(t, l, 1, nil, bin, "recv", "-d", "p0", dir)
 		c.says("receiving")
+		watchProgram(t, l, 1, whatIsLost(t, l))
 		return c
 	}
 	cp := func() *command {
 		t.Helper()
-		before := forwarded(t, l)
+		before, most := forwarded(t, l), whatIsLost(t, l)
 		c := start(t, l, 0, nil, bin, "cp", "-d", "p0", source, peer)
 		inMidCopy(t, l, before, c)
+		watchProgram(t, l, 0, most)
 		return c
 	}
 

@@ -467,12 +467,13 @@ type nodes struct {
 const nodeSeed = 12
 
 // startNodes starts a node on hosts 0 and 1 of l, connects them through plane 0 and gives each memory.
-func startNodes(t *testing.T, l *lab.Lab, cfg nodeConfig) *nodes {
+func startNodes(t *testing.T, l *lab.Lab, cfg nodeConfig, most mostRepairs) *nodes {
 	t.Helper()
 	p := &nodes{Lab: l}
 	for i := range p.n {
 		p.n[i] = startNode(t, l, i)
 		p.open(i, cfg)
+		watchProgram(t, l, i, most)
 	}
 	p.connect()
 	return p

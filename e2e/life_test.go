@@ -124,7 +124,7 @@ func TestWritesCompleteWhileEveryThreadOfTheReceiverIsStopped(t *testing.T) {
 	const retry, keepalive = 500 * time.Millisecond, 200 * time.Millisecond
 	size := uint64(pick(100<<20, 8<<20))
 	cfg := nodeConfig{size: size, retry: pick(retry, 10*time.Second), keepalive: keepalive}
-	p := startNodes(t, newLab(t, lab.Config{Planes: 2}), cfg)
+	p := startNodes(t, newLab(t, lab.Config{Planes: 2}), cfg, hardlyAny)
 	over := p.over()
 	p.n[1].stop()
 	p.n[0].must(opWrite, p.write(size, 1))
@@ -164,7 +164,8 @@ func TestTransferGoesOnAfterTheSenderWasStoppedForLongerThanTheRetryTime(t *test
 	const retry = 500 * time.Millisecond
 	const size = 8 << 20
 	// Slow enough that the transfer is under way when the sender stops.
-	p := startNodes(t, newLab(t, lab.Config{Planes: 2, Rate: 50e6}), nodeConfig{size: size, retry: retry})
+	l := newLab(t, lab.Config{Planes: 2, Rate: 50e6})
+	p := startNodes(t, l, nodeConfig{size: size, retry: retry}, whatIsLost(t, l))
 	over := p.over()
 	written := p.write(size, 2)
 	select {
@@ -184,7 +185,7 @@ func TestTransferGoesOnAfterTheSenderWasStoppedForLongerThanTheRetryTime(t *test
 func TestCloseTowardsAStoppedPeerEndsInTimeAndLosesNothing(t *testing.T) {
 	anyKernel(t)
 	const size, wait = 1 << 20, 300 * time.Millisecond
-	p := startNodes(t, newLab(t, lab.Config{Planes: 2}), nodeConfig{size: size})
+	p := startNodes(t, newLab(t, lab.Config{Planes: 2}), nodeConfig{size: size}, hardlyAny)
 	p.n[1].stop()
 	p.n[0].must(opWrite, p.write(size, 1))
 	start := time.Now()
@@ -220,7 +221,7 @@ func TestPeerOfAKilledProgramIsToldWithinASecondAndTheNextStartCleansUp(t *testi
 			}
 			// Neither retry time nor keepalive can be what tells the peer.
 			cfg := nodeConfig{size: 1 << 20, retry: time.Minute, keepalive: time.Minute}
-			p := startNodes(t, l, cfg)
+			p := startNodes(t, l, cfg, hardlyAny)
 			dead, alive := p.n[c.dead], p.n[1-c.dead]
 			over := alive.ask(nodeMsg{Op: opDone})
 			var written <-chan nodeMsg
@@ -273,7 +274,7 @@ func TestPeerOfAKilledProgramIsToldWithinASecondAndTheNextStartCleansUp(t *testi
 func TestIdleConnectionCostsHardlyAnyCPU(t *testing.T) {
 	anyKernel(t)
 	const idle = 10 * time.Second
-	p := startNodes(t, newLab(t, lab.Config{Planes: 4}), nodeConfig{size: 1 << 20})
+	p := startNodes(t, newLab(t, lab.Config{Planes: 4}), nodeConfig{size: 1 << 20}, hardlyAny)
 	p.n[0].must(opWrite, p.write(1<<20, 4))
 	usage := func() (u [2]nodeMsg) {
 		for i, n := range p.n {

@@ -41,12 +41,12 @@ func TestPlanesOnMacvlansOfOneInterfaceCarryEveryByte(t *testing.T) {
 		})
 	}
 	h := openPair(t, l, transport.Config{Interfaces: []string{"mv0", "mv1"}})
-	c := connect(t, h[0], h[1])
+	c := connect(t, h[0], h[1], hardlyAny)
 	exchange(t, bothWays(t, h, c, 3, mixed(3, pick[uint64](4<<20, 200<<10)))...)
 	for i := range h {
 		k := h[i].counters(t)
-		if k.RcvdPkts == 0 || k.DropAddress != 0 || k.Retransmits > k.SentPkts/100 {
-			t.Errorf("host %d: %d packets placed, drop_address %d, %d repairs of %d sent", i, k.RcvdPkts, k.DropAddress, k.Retransmits, k.SentPkts)
+		if k.RcvdPkts == 0 || k.DropAddress != 0 {
+			t.Errorf("host %d: %d packets placed, drop_address %d", i, k.RcvdPkts, k.DropAddress)
 		}
 	}
 }

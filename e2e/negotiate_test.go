@@ -63,7 +63,7 @@ func TestPeersThatDifferAgreeAndMoveData(t *testing.T) {
 				setMTU(t, l, 1, c.mtu)
 			}
 			h := openHosts(t, l, c.cfg[0], c.cfg[1])
-			conn := connect(t, h[0], h[1])
+			conn := connect(t, h[0], h[1], hardlyAny)
 			for i, c0 := range conn {
 				used := map[int]bool{}
 				for _, p := range c0.Info().Paths {

@@ -40,16 +40,6 @@ func setPlaneMTU(t *testing.T, l *lab.Lab, host, plane, mtu int) {
 	})
 }
 
-// repairsSince is how many repairs a host has sent since before, of how many packets.
-func repairsSince(t *testing.T, h *host, before loader.Counters) (repairs, sent uint64) {
-	t.Helper()
-	now := h.counters(t)
-	return now.Retransmits - before.Retransmits, now.SentPkts - before.SentPkts
-}
-
-// The most repairs of an outage: what was under way on every path, twice, and the probes that carry data.
-const mostRepairsOfAnOutage = 2*8*256 + 400
-
 func TestPathThatDropsFullSizePacketsAndAnswersProbesIsLeftOut(t *testing.T) {
 	for _, c := range fewer(1, []struct {
 		name  string
@@ -64,9 +54,8 @@ func TestPathThatDropsFullSizePacketsAndAnswersProbesIsLeftOut(t *testing.T) {
 			if !c.later {
 				setPlaneMTU(t, l, 1, 1, 1500)
 			}
-			conn := connect(t, h[0], h[1])
+			conn := connect(t, h[0], h[1], outage(8))
 			d := newDirection(t, h[0], h[1], conn[0], conn[1], 1, mixed(1, pick[uint64](16<<20, 200<<10)))
-			before := h[0].counters(t)
 			traffic := keepBusy(t, d)
 			traffic.waitFor(t, "a transfer", func() bool { return traffic.rounds() > 0 })
 			if c.later {
@@ -84,11 +73,6 @@ func TestPathThatDropsFullSizePacketsAndAnswersProbesIsLeftOut(t *testing.T) {
 			n := traffic.rounds()
 			traffic.waitFor(t, "transfers over the other plane", func() bool { return traffic.rounds() > n+2 })
 			traffic.stop(t)
-			repairs, sent := repairsSince(t, h[0], before)
-			t.Logf("%d repairs of %d packets", repairs, sent)
-			if most := sent/1000 + mostRepairsOfAnOutage; repairs > most {
-				t.Errorf("%d repairs of %d packets, want at most %d", repairs, sent, most)
-			}
 		})
 	}
 }
@@ -99,25 +83,21 @@ func TestMessagesAreCutToWhatFitsIfNoPathTakesMore(t *testing.T) {
 	// on an emulated machine 919 repairs stood beside 919 xdp_xmit_errors.
 	h := openPair(t, l, transport.Config{Paths: 1})
 	setPlaneMTU(t, l, 1, 0, 1500)
-	conn := connect(t, h[0], h[1])
+	conn := connect(t, h[0], h[1], hardlyAny)
 	d := newDirection(t, h[0], h[1], conn[0], conn[1], 1, mixed(1, pick[uint64](4<<20, 100<<10)))
 	exchange(t, d)
 	if got := h[0].register(t, conn[0]).Cut; got != 1024 {
 		t.Errorf("messages are cut into %d bytes, want 1024 with an MTU of 1500", got)
-	}
-	if repairs, sent := repairsSince(t, h[0], loader.Counters{}); repairs > sent/1000+8 {
-		t.Errorf("%d repairs of %d packets, want hardly any", repairs, sent)
 	}
 }
 
 func TestConnectionThatCannotSendFullSizePacketsAnyMoreFailsAndNamesTheMTU(t *testing.T) {
 	l := newLab(t, lab.Config{Planes: 1})
 	h := openPair(t, l, transport.Config{})
-	conn := connect(t, h[0], h[1])
+	conn := connect(t, h[0], h[1], outage(8))
 	d := newDirection(t, h[0], h[1], conn[0], conn[1], 1, []uint64{1 << 20, 1 << 20})
 	run(t, d)
 	setPlaneMTU(t, l, 1, 0, 1500)
-	before := h[0].counters(t)
 	for i := range 2 {
 		if err := d.post(i); err != nil {
 			t.Fatal(err)
@@ -130,11 +110,6 @@ func TestConnectionThatCannotSendFullSizePacketsAnyMoreFailsAndNamesTheMTU(t *te
 	}
 	if err := conn[0].Err(); err == nil || !strings.Contains(err.Error(), "IP packets of 3168 bytes do not get through") {
 		t.Errorf("connection's error %v, want one that names the MTU", err)
-	}
-	repairs, _ := repairsSince(t, h[0], before)
-	t.Logf("%d repairs until then", repairs)
-	if repairs > mostRepairsOfAnOutage {
-		t.Errorf("%d repairs, want at most %d", repairs, mostRepairsOfAnOutage)
 	}
 }
 
@@ -152,9 +127,8 @@ func TestTransferGoesOnSoonAfterAnOutageOfAllPaths(t *testing.T) {
 			const planes = 2
 			l := newLab(t, lab.Config{Planes: min(planes, c.paths)})
 			h := openPair(t, l, transport.Config{Paths: c.paths, RetryTime: time.Minute})
-			conn := connect(t, h[0], h[1])
+			conn := connect(t, h[0], h[1], outage(uint64(c.paths)))
 			d := newDirection(t, h[0], h[1], conn[0], conn[1], 1, mixed(1, pick[uint64](16<<20, 200<<10)))
-			before := h[0].counters(t)
 			traffic := keepBusy(t, d)
 			traffic.waitFor(t, "a transfer", func() bool { return traffic.rounds() > 0 })
 			for plane := range min(planes, c.paths) {
@@ -173,11 +147,7 @@ func TestTransferGoesOnSoonAfterAnOutageOfAllPaths(t *testing.T) {
 			n := traffic.rounds()
 			traffic.waitFor(t, "transfers after the outage", func() bool { return traffic.rounds() > n+1 })
 			traffic.stop(t)
-			repairs, sent := repairsSince(t, h[0], before)
-			t.Logf("data flowed %v after the network did; %d repairs of %d packets", took, repairs, sent)
-			if most := sent/1000 + mostRepairsOfAnOutage; repairs > most {
-				t.Errorf("%d repairs of %d packets, want at most %d", repairs, sent, most)
-			}
+			t.Logf("data flowed %v after the network did", took)
 		})
 	}
 }

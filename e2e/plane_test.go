@@ -41,7 +41,7 @@ func pullPlane(t *testing.T, l *lab.Lab, plane int) {
 func planeThatGoesDownAndUpInMidTransferIsUsedAgain(t *testing.T, h [2]*host) {
 	const plane = 1
 	l := h[0].lab
-	c := connect(t, h[0], h[1])
+	c := connect(t, h[0], h[1], outage(3*2)) // of two paths, three times
 	traffic := keepBusy(t, bothWays(t, h, c, 1, mixed(1, pick[uint64](16<<20, 100<<10)))...)
 	paths := [2][]int{onPlane(c[0], plane), onPlane(c[1], plane)}
 	all := func(holds func(loader.TxPath) bool) bool {
@@ -90,7 +90,7 @@ func planeThatGoesDownAndUpInMidTransferIsUsedAgain(t *testing.T, h [2]*host) {
 
 func planeThatIsDownFromTheBeginningIsDoneWithout(t *testing.T, h [2]*host) {
 	pullPlane(t, h[0].lab, 1)
-	c := connect(t, h[0], h[1])
+	c := connect(t, h[0], h[1], hardlyAny)
 	exchange(t, bothWays(t, h, c, 3, mixed(3, pick[uint64](4<<20, 100<<10)))...)
 }
 
@@ -98,7 +98,7 @@ func TestAllPlanesDownIsAnErrorAtTheRetryTimeThatNamesThePeer(t *testing.T) {
 	const retryTime = 1500 * time.Millisecond
 	l := newLab(t, lab.Config{Planes: 2})
 	h := openPair(t, l, transport.Config{RetryTime: retryTime})
-	c := connect(t, h[0], h[1])
+	c := connect(t, h[0], h[1], outage(8))
 	d := newDirection(t, h[0], h[1], c[0], c[1], 1, []uint64{1 << 20, 1 << 20, 1 << 20})
 	run(t, d) // so that something was heard
 	for plane := range 2 {
@@ -160,7 +160,7 @@ func TestHundredsOfRepairsQueuedOverSeveralPathsAreAllSent(t *testing.T) {
 	}) {
 		t.Run(c.name, func(t *testing.T) {
 			h := openPair(t, l, transport.Config{Paths: c.paths})
-			conn := connect(t, h[0], h[1])
+			conn := connect(t, h[0], h[1], whatIsLost(t, l))
 			d := newDirection(t, h[0], h[1], conn[0], conn[1], 1, mixed(1, pick[uint64](32<<20, 1<<20)))
 			traffic := keepBusy(t, d)
 			for range pick(3, 1) {

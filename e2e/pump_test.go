@@ -105,16 +105,19 @@ func TestSeveralReceiveQueuesAndPumpsThatMigratePlaceEveryPacketOnce(t *testing.
 		name string
 		cfg  lab.Config
 		loss float64
+		// A pump that comes to another CPU takes another queue, and its packets overtake those in the last one's:
+		// 3 % seen.
+		most mostRepairs
 	}{
-		{"no switch", lab.Config{Direct: true, Planes: 2, Queues: 2, Threaded: true}, 0},
-		{"receiving on the sender's CPU", lab.Config{Planes: 2, Queues: 2}, 0},
-		{"a switch", lab.Config{Planes: 2, Queues: 2, Threaded: true}, 0},
-		{"a switch that loses 1 %", lab.Config{Planes: 2, Queues: 2, Threaded: true}, 0.01},
+		{"no switch", lab.Config{Direct: true, Planes: 2, Queues: 2, Threaded: true}, 0, perCent(5 + untilRingsHoldBack)},
+		{"receiving on the sender's CPU", lab.Config{Planes: 2, Queues: 2}, 0, hardlyAny},
+		{"a switch", lab.Config{Planes: 2, Queues: 2, Threaded: true}, 0, perCent(5 + untilRingsHoldBack)},
+		{"a switch that loses 1 %", lab.Config{Planes: 2, Queues: 2, Threaded: true}, 0.01, perCent(7 + untilRingsHoldBack)},
 	}) {
 		t.Run(c.name, func(t *testing.T) {
 			l := newLab(t, c.cfg)
 			h := openPair(t, l, transport.Config{RetryTime: time.Minute})
-			conn := connect(t, h[0], h[1])
+			conn := connect(t, h[0], h[1], c.most)
 			if c.loss > 0 {
 				setFault(t, l, lab.FaultConfig{Loss: c.loss, Seed: 3})
 			}
@@ -149,7 +152,7 @@ func sleepFlag(t *testing.T, h *host) *uint32 {
 func TestPumpThatSleepsAfterEachPacketNeverMissesAPost(t *testing.T) {
 	rounds := pick(100_000, 1000)
 	h := openPair(t, newLab(t, lab.Config{Direct: true}), transport.Config{Spin: -1, RetryTime: time.Minute})
-	c := connect(t, h[0], h[1])
+	c := connect(t, h[0], h[1], hardlyAny)
 	from, to := h[0].alloc(t, 8), h[1].alloc(t, 8)
 	tids := pumps(t)
 	before := sleeps(t, tids)

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"testing"
+
+	"github.com/metaroce/metaroce/fabric/lab"
+	"github.com/metaroce/metaroce/loader"
+)
+
+// mostRepairs says how many repairs a device may send when it has sent so many packets. Every test that
+// moves data states one: goodput hides waste, for what is sent twice without need arrives whole as well.
+type mostRepairs func(sent uint64) uint64
+
+// hardlyAny is for tests in which the network loses nothing. A path whose answers come late, because the
+// machine did something else, is timed out, and sends one repair before the late ACK cancels the others.
+// The 8 are one for each path; in a short transfer that is more than a thousandth.
+func hardlyAny(sent uint64) uint64 { return sent/1000 + 8 }
+
+// outage is for tests in which paths lose all or all that is long, which the switch does not count: what was
+// under way on each, twice, and the probes that carry data.
+func outage(paths uint64) mostRepairs {
+	return func(sent uint64) uint64 { return hardlyAny(sent) + 2*256*paths + 400 }
+}
+
+// untilRingsHoldBack is a share of packets in per cent: a veth's ring of 256 frames drops what it cannot
+// take, silently, when many paths send at once and another CPU receives. 20 % seen.
+const untilRingsHoldBack = 30
+
+// perCent is for tests in which a share of the packets is late enough to be taken for lost.
+func perCent(share uint64) mostRepairs {
+	return func(sent uint64) uint64 { return hardlyAny(sent) + sent*share/100 }
+}
+
+// whatIsLost is for tests with faults and slow links: one repair for each packet, of either direction, that
+// the switches lose or damage from now on, and one for ten that they let others overtake.
+func whatIsLost(t *testing.T, l *lab.Lab) mostRepairs {
+	t.Helper()
+	lost := func() uint64 {
+		c := switchCounters(t, l)
+		return c.Lost + c.Scripted + c.QueueDropped + c.Corrupted + c.Reordered/10
+	}
+	before := lost()
+	return func(sent uint64) uint64 { return hardlyAny(sent) + lost() - before }
+}
+
+// watch bounds the repairs of a host's device from now to the end of the test.
+func (h *host) watch(t *testing.T, most mostRepairs) {
+	t.Helper()
+	h.watched = true
+	watchRepairs(t, h.index, h.dir, most)
+}
+
+// wantWatched fails if a device has sent data in a test that does not bound its repairs.
+func (h *host) wantWatched(t *testing.T) {
+	t.Helper()
+	if sent := h.counters(t).SentPkts; sent > 0 && !h.watched {
+		t.Errorf("host %d has sent %d packets, want a test that states the most repairs", h.index, sent)
+	}
+}
+
+// watchProgram does the same for the device that a program has open on a lab's host.
+func watchProgram(t *testing.T, l *lab.Lab, index int, most mostRepairs) {
+	t.Helper()
+	watchRepairs(t, index, pins(t, l, index), most)
+}
+
+// watchRepairs holds the maps, so that the counters can still be read when the device is closed, or its
+// process killed.
+func watchRepairs(t *testing.T, index int, dir string, most mostRepairs) {
+	t.Helper()
+	s, err := loader.OpenPinned(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	before, err := s.Counters()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		defer s.Close()
+		after, err := s.Counters()
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		found, sent := after.Retransmits-before.Retransmits, after.SentPkts-before.SentPkts
+		want := most(sent)
+		t.Logf("host %d: %d repairs of %d packets sent, may be %d", index, found, sent, want)
+		if found > want {
+			t.Errorf("host %d: %d repairs of %d packets sent, want at most %d", index, found, sent, want)
+		}
+	})
+}
