@@ -112,6 +112,7 @@ func TestOneDevicePair(t *testing.T) {
 		{"EveryByteArrivesOnceOverAFaultyNetwork", everyByteArrivesOnceOverAFaultyNetwork},
 		{"PacketsThatAScriptHitsAreMadeGood", packetsThatAScriptHitsAreMadeGood},
 		{"LostNAKIsRepeated", lostNAKIsRepeated},
+		{"NumbersBeyondTheirBoundsAreNotBelieved", numbersBeyondTheirBoundsAreNotBelieved},
 		{"PlaneThatGoesDownAndUpInMidTransferIsUsedAgain", planeThatGoesDownAndUpInMidTransferIsUsedAgain},
 		{"PlaneThatIsDownFromTheBeginningIsDoneWithout", planeThatIsDownFromTheBeginningIsDoneWithout},
 	} {

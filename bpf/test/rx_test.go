@@ -225,6 +225,7 @@ func TestRxRefusals(t *testing.T) {
 		{"longer than the agreed payload", "DropPayload", func(p *wire.Packet) { p.Payload = make([]byte, payload+1) }},
 		{"stream that is not there", "DropStream", func(p *wire.Packet) { p.Data.Stream = 1 }},
 		{"generation older than the previous", "DropGeneration", func(p *wire.Packet) { p.Data.Gen = 0xfe }},
+		{"generation 65 ahead", "DropGeneration", func(p *wire.Packet) { p.Data.Gen = 65 }},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			w := newWorld(t)

@@ -251,6 +251,8 @@ func TestTxInvalidAcksAreRefused(t *testing.T) {
 		{"acknowledges a pseq never sent", func(w *world, p *wire.Packet) { p.ACK.PSeqMax = w.psn0 + 4 }},
 		{"acknowledges a psn never sent", func(w *world, p *wire.Packet) { p.ACK.PSNCum = w.psn0 + 5 }},
 		{"of a generation that does not exist yet", func(_ *world, p *wire.Packet) { p.ACK.Gen = 1 }},
+		{"psn_limit beyond its window", func(_ *world, p *wire.Packet) { p.ACK.PSNLimit = p.ACK.PSNCum + 8193 }},
+		{"credit beyond its window", func(_ *world, p *wire.Packet) { p.ACK.Credit = 129 }},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			w := newWorld(t, withConn(onePath))
