@@ -89,6 +89,10 @@ test-race: ## Every Go test with the race detector, those of test-lab too (slow)
 	$(GO) test -race -shuffle=on -timeout $(UNIT_TIMEOUT) $(unit_packages)
 	$(GO) test -race -shuffle=on -p 1 -timeout 20m $(lab_packages)
 
+.PHONY: soak
+soak: ## The end-to-end tests with those that take too long for make test (root)
+	METAROCE_SOAK=1 $(GO) test $(LAB_FLAGS) -count=1 -timeout 20m ./e2e
+
 .PHONY: fuzz
 fuzz: ## Fuzz every parser, Go and C, FUZZTIME seconds each (60)
 	@scripts/fuzz.sh $(or $(FUZZTIME),60)

@@ -83,6 +83,14 @@ func sweep() error {
 // short says that sizes should be small: on emulated machines everything is some 20 times slower.
 func short() bool { return testing.Short() || os.Getenv("METAROCE_KERNEL") == "short" }
 
+// soak leaves out what takes too long for every run: make soak sets the variable.
+func soak(t *testing.T) {
+	t.Helper()
+	if os.Getenv("METAROCE_SOAK") == "" {
+		t.Skip("METAROCE_SOAK is not set: takes too long")
+	}
+}
+
 // pick is normal, or small if tests are to be short.
 func pick[T any](normal, small T) T {
 	if short() {

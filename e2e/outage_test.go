@@ -118,12 +118,17 @@ func TestTransferGoesOnSoonAfterAnOutageOfAllPaths(t *testing.T) {
 		outage time.Duration
 		paths  int
 	}{
+		{30 * time.Second, 8},
+		{30 * time.Second, 1},
 		{10 * time.Second, 8},
 		{time.Second, 8},
 		{300 * time.Millisecond, 8},
 		{300 * time.Millisecond, 1},
 	}) {
 		t.Run(fmt.Sprintf("%v, paths %d", c.outage, c.paths), func(t *testing.T) {
+			if c.outage > 10*time.Second {
+				soak(t)
+			}
 			const planes = 2
 			l := newLab(t, lab.Config{Planes: min(planes, c.paths)})
 			h := openPair(t, l, transport.Config{Paths: c.paths, RetryTime: time.Minute})
