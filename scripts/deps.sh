@@ -29,6 +29,8 @@ table() {
 	test     /usr/include/stdlib.h            libc6-dev          C library headers, for the race detector
 	test     $(sanitizers)                    libclang-rt-19-dev ASan, UBSan and libFuzzer for native C tests
 	kernels  qemu-system-x86_64               qemu-system-x86    runs other kernels, emulated
+	kernels  ip                               iproute2           taps that join the virtual machine's interfaces
+	kernels  unshare                          util-linux         a network namespace for these
 	kernels  busybox                          busybox-static     user space of the virtual machine
 	kernels  depmod                           kmod               finds a kernel's modules and their order
 	kernels  cpio                             cpio               packs the initial file system

@@ -77,6 +77,9 @@ if [[ ! -e $overlay/src/tests ]]; then
 fi
 echo "-test.timeout=$KERNEL_TEST_TIMEOUT -test.run=$KERNEL_TEST_RUN" >"$overlay/src/options"
 
+# The end-to-end tests find these (e2e/virtio_test.go).
+export VM_PAIRS="${VM_PAIRS-plain jumbo queues offloads}"
+
 # All machines at once: an emulated one takes one processor of this machine (scripts/vm.sh says why).
 failed=() pids=()
 for kernel in "${kernels[@]}"; do

@@ -13,12 +13,20 @@
 #   VM_ACCEL    tcg,thread=single: emulated, which runs everywhere, inside virtual machines too; kvm is faster.
 #               With thread=multi a processor now and then executes a breakpoint that the kernel has already
 #               taken away while it patched the XDP dispatcher, and the kernel panics (int3 in bpf_dispatcher_xdp_func)
-# There is no network card.
+#   VM_PAIRS    none; the virtio-net-pci interfaces that the machine gets, some of:
+#               plain     two with MTU 1500 and one queue, whose guest offloads are off
+#               jumbo     two with MTU 9000, else the same
+#               queues    two with MTU 1500 and 4 queues; the driver may turn their guest offloads off
+#               offloads  one whose guest offloads are on and stay on
+#               Two are joined to each other and to nothing else. Link addresses are 02:4d:52:76:PAIR:END, pairs
+#               numbered from 0 in this order. The last two have taps in a network namespace of QEMU's own, which
+#               ends with it: they need root and /dev/net/tun, and are left out, saying so, where these lack.
 set -euo pipefail
 pkg=${1:?package} overlay=${2:?overlay} script=${3:?script}
 : "${VM_CACHE:=${XDG_CACHE_HOME:-/var/tmp}/metaroce-kernels}" "${VM_CPUS:=2}" "${VM_MIB:=2560}" "${VM_SECONDS:=1100}"
 : "${VM_ACCEL:=tcg,thread=single}"
-: "${VM_MODULES:=veth dummy 8021q sch_ingress cls_bpf sch_tbf sch_htb sch_netem}"
+: "${VM_MODULES:=veth dummy 8021q sch_ingress cls_bpf sch_tbf sch_htb sch_netem virtio_pci virtio_net}"
+: "${VM_PAIRS:=}"
 export PATH=$PATH:/usr/sbin:/sbin
 if [[ $(uname -m) != x86_64 ]]; then
 	echo "vm: machine $(uname -m), want x86_64: the test binaries and kernels are amd64's" >&2
@@ -114,9 +122,51 @@ INIT
 chmod 755 "$root/init"
 (cd "$root" && find . -print0 | cpio -0 -o -H newc --quiet) >"$work/initrd"
 
+# The back ends that hubs cannot be: several queues, and offloads of the guest.
+cat >"$work/taps" <<'TAPS'
+#!/bin/sh
+# Makes the taps in this network namespace, then runs the command.
+set -e
+echo 1 >/proc/sys/net/ipv6/conf/default/disable_ipv6
+ip link add name bridge0 type bridge mcast_snooping 0
+for name in tap20 tap21 tap30; do
+	ip tuntap add dev "$name" mode tap multi_queue vnet_hdr
+	# More than a connection may have under way: nothing is to be lost here.
+	ip link set dev "$name" txqueuelen 10000 up
+done
+ip link set dev tap20 master bridge0
+ip link set dev tap21 master bridge0
+ip link set dev bridge0 up
+exec "$@"
+TAPS
+with_taps=(unshare --net -- sh "$work/taps")
+qemu=(qemu-system-x86_64) network=()
+
+# nic PAIR END NETDEV PROPERTIES adds an interface.
+nic() {
+	network+=(-netdev "$3,id=net$1$2" -device "virtio-net-pci,netdev=net$1$2,mac=02:4d:52:76:0$1:0$2,$4")
+}
+no_offloads=guest_tso4=off,guest_tso6=off,guest_ecn=off,guest_ufo=off tap=script=no,downscript=no,vhost=off,queues
+for pair in $VM_PAIRS; do
+	if [[ $pair == queues || $pair == offloads ]]; then
+		if ! problem=$("${with_taps[@]}" true 2>&1); then
+			echo "vm: no interfaces \"$pair\", since taps cannot be made here: $problem"
+			continue
+		fi
+		qemu=("${with_taps[@]}" qemu-system-x86_64)
+	fi
+	case $pair in
+	plain) for end in 0 1; do nic 0 $end hubport,hubid=0 "$no_offloads"; done ;;
+	jumbo) for end in 0 1; do nic 1 $end hubport,hubid=1 "$no_offloads,host_mtu=9000"; done ;;
+	queues) for end in 0 1; do nic 2 $end "tap,ifname=tap2$end,$tap=4" mq=on,vectors=10; done ;;
+	offloads) nic 3 0 "tap,ifname=tap30,$tap=2" mq=on,vectors=6,ctrl_guest_offloads=off ;;
+	*) echo "vm: VM_PAIRS has \"$pair\", want plain, jumbo, queues or offloads" >&2 && exit 2 ;;
+	esac
+done
+
 # A kernel that panics reboots at once, which -no-reboot turns into the machine's end.
-timeout -k 10 "$VM_SECONDS" qemu-system-x86_64 -accel "$VM_ACCEL" -machine q35 -cpu max -smp "$VM_CPUS" -m "$VM_MIB" \
-	-nodefaults -nic none -display none -serial stdio -no-reboot \
+timeout -k 10 "$VM_SECONDS" "${qemu[@]}" -accel "$VM_ACCEL" -machine q35 -cpu max -smp "$VM_CPUS" -m "$VM_MIB" \
+	-nodefaults -nic none -display none -serial stdio -no-reboot "${network[@]}" \
 	-kernel "$kernel/boot/vmlinuz-$version" -initrd "$work/initrd" \
 	-append "console=ttyS0 quiet panic=-1 oops=panic mitigations=off" </dev/null | tr -d '\r' | tee "$work/console" || true
 status=$(sed -n 's/.*vm-exit-status: \([0-9]\{1,3\}\)$/\1/p' "$work/console" | tail -n 1)
