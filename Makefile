@@ -47,7 +47,7 @@ build: ## bin/metaroce, a static binary; needs nothing but Go
 .PHONY: test
 test: ## Everything that must hold, at most 25 minutes (root); installs what is missing
 	@scripts/deps.sh run build test
-	@scripts/steps.sh lint check-generated test-unit test-native test-lab fuzz-short
+	@scripts/steps.sh lint check-arm64 check-generated test-unit test-native test-lab fuzz-short
 
 .PHONY: lint
 lint: ## gofumpt, go vet, staticcheck, clang-format, shellcheck
@@ -57,6 +57,11 @@ lint: ## gofumpt, go vet, staticcheck, clang-format, shellcheck
 	shellcheck -x $$(git ls-files -co --exclude-standard -- '*.sh') .ci/run
 	$(GO) vet ./...
 	$(GO) tool staticcheck ./...
+
+.PHONY: check-arm64
+check-arm64: ## Everything, tests too, compiles and passes go vet for arm64
+	CGO_ENABLED=0 GOARCH=arm64 $(GO) build ./...
+	CGO_ENABLED=0 GOARCH=arm64 $(GO) vet ./...
 
 .PHONY: fmt
 fmt: ## Format Go and C in place
