@@ -50,6 +50,7 @@ func allocIn(t *testing.T, p *transport.PD, size uint64, seed uint64) *transport
 func TestPeerWithAnothersKeyGetsANAK(t *testing.T) {
 	const size = 10_000
 	h := openPair(t, newLab(t, lab.Config{Planes: 1}), transport.Config{})
+	h[0].watch(t, hardlyAny)
 	l := h[1].listen(t)
 	defer l.Close()
 	shared := allocIn(t, h[1].pd, size, 1)
@@ -97,16 +98,13 @@ func TestPeerWithAnothersKeyGetsANAK(t *testing.T) {
 			}
 		})
 	}
-	// Nothing was lost: only what was refused may have been sent again before its NAK was there.
-	if c := h[0].counters(t); c.Retransmits > 5 {
-		t.Errorf("%d repairs of %d packets, want at most 5", c.Retransmits, c.SentPkts)
-	}
 }
 
 // What callers hold of a listener is bounded for each source, so that one that is silent on any number
 // of connections neither shuts the port to others nor to itself.
 func TestSilentCallersKeepNobodyFromConnecting(t *testing.T) {
 	h := openPair(t, newLab(t, lab.Config{Planes: 1}), transport.Config{})
+	h[0].watch(t, hardlyAny)
 	l := h[1].listen(t)
 	defer l.Close()
 	stop := make(chan struct{})
@@ -151,8 +149,5 @@ func TestSilentCallersKeepNobodyFromConnecting(t *testing.T) {
 	close(stop)
 	if err := <-flood; err != nil {
 		t.Error(err)
-	}
-	if c := h[0].counters(t); c.Retransmits != 0 {
-		t.Errorf("%d repairs of %d packets, want none: nothing is lost", c.Retransmits, c.SentPkts)
 	}
 }
