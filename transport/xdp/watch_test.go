@@ -272,7 +272,9 @@ func TestInterfaceThatWasReplacedBeforeTheSubscriptionIsNoticed(t *testing.T) {
 	r := newTestRouter(t, hosts[0], 0)
 	p := r.e.planes[0]
 	now := loader.Interface{Name: p.name, Index: p.ifindex, MTU: p.mtu, MAC: p.mac.String()}
-	r.reattach = func(context.Context, string, func([]loader.Interface, int) error) (loader.Interface, error) { return now, nil }
+	r.reattach = func(context.Context, string, func([]loader.Interface, int) error) (loader.Interface, error) {
+		return now, nil
+	}
 	p.ifindex += 1000 // of the one that the programs were loaded for
 	r.watch()
 	waitFor(t, "the interface of now in use", func() bool { return indexOf(r.e, 0) == now.Index && p.up.Load() })
