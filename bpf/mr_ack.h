@@ -286,6 +286,7 @@ unlock:
 		ctr->drop_ack_invalid++;
 		return XDP_DROP;
 	}
+	mr_gate_heard(p, bpf_ntohl(f->ack.ts), now);
 	ctr->rcvd_acks++;
 	ctr->packet_seq_err += lost;
 	if (stale)

@@ -93,7 +93,7 @@ static __always_inline __u32 mr_tx_exiles(__u32 active, __u32 exile)
  * program takes packets out, so windows stay open; the state is looked at again
  * under the lock.
  */
-static __always_inline int mr_tx_pick(struct mr_conn *c, __u64 now, int data,
+static __always_inline int mr_tx_pick(struct mr_conn *c, __u64 now, int data, __u32 shut,
 				      struct mr_choice *choice)
 {
 	__u32 n = c->npaths, first = c->rr, repairs = MR_READ_ONCE(c->repairs), i;
@@ -116,7 +116,7 @@ static __always_inline int mr_tx_pick(struct mr_conn *c, __u64 now, int data,
 			continue; /* its next slot may be taken by that very repair */
 		own = repairs >> path & 1;
 		repair = own || orphans;
-		if (!repair && !data)
+		if ((!repair && !data) || (shut >> path & 1))
 			continue;
 		p = &c->tx[path];
 		open = mr_core_tx_open(p, now, repair);
@@ -153,7 +153,8 @@ static __always_inline void mr_tx_unask(struct mr_conn *c, __u32 path)
 
 static __always_inline int mr_tx_commit(struct mr_conn *c, struct mr_path *pp, struct mr_path *sp,
 					struct mr_choice *choice, const struct mr_req *fresh,
-					__u64 now, __u32 tail, struct mr_packet *k)
+					__u64 now, __u32 tail, struct mr_packet *k,
+					struct mr_pump *pump, struct mr_egress *e)
 {
 	__u32 path = choice->path & (MR_MAX_PATHS - 1),
 	      source = choice->source & (MR_MAX_PATHS - 1);
@@ -289,6 +290,7 @@ static __always_inline int mr_tx_commit(struct mr_conn *c, struct mr_path *pp, s
 	    mr_core_inflight(p) >= p->cwnd || mr_core_inflight(p) >= MR_PATH_WINDOW ||
 	    !mr_before(c->psn_next, c->psn_limit))
 		k->ask = 1;
+	mr_gate_sent(pump, e, p->egress, now, &k->ask);
 	if (k->ask)
 		c->unasked &= ~(1u << path);
 	else
@@ -466,7 +468,8 @@ static __always_inline int mr_tx_conn(struct xdp_md *ctx, struct mr_pump *pump, 
 	struct mr_req *r = 0, *fresh = 0;
 	struct mr_packet k = {};
 	struct mr_path *pp, *sp;
-	__u32 tail, index, fault, data = 0, unasked, probe;
+	__u32 tail, index, fault, data = 0, unasked, probe, shut;
+	struct mr_egress *e;
 	int done, udp_len;
 	__u64 now;
 
@@ -500,16 +503,23 @@ static __always_inline int mr_tx_conn(struct xdp_md *ctx, struct mr_pump *pump, 
 		}
 	}
 
-	unasked = MR_READ_ONCE(c->unasked);
-	probe = MR_READ_ONCE(c->probe);
+	shut = pump->held ? mr_gate_shut(slot, now) : 0;
+	unasked = MR_READ_ONCE(c->unasked) & ~shut;
+	probe = MR_READ_ONCE(c->probe) & ~shut;
 	choice.full = !probe;
 	if (!probe)
-		probe = MR_READ_ONCE(c->probe_full);
+		probe = MR_READ_ONCE(c->probe_full) & ~shut;
 	if (probe) {
 		choice.job = MR_JOB_PROBE;
 		choice.path = mr_ctz(probe);
 		choice.source = choice.path;
-	} else if (!(data || MR_READ_ONCE(c->repairs)) || !mr_tx_pick(c, now, data, &choice)) {
+	} else if (!(data || MR_READ_ONCE(c->repairs)) ||
+		   !mr_tx_pick(c, now, data, shut, &choice)) {
+		if (shut && (data | c->repairs | c->unasked | c->probe | c->probe_full)) {
+			ctr->tx_held++;
+			MR_WRITE_ONCE(pump->paced_ns, now + MR_HOLD_NS);
+			return MR_LATER;
+		}
 		if (choice.paced_ns) {
 			MR_WRITE_ONCE(pump->paced_ns, choice.paced_ns);
 			ctr->tx_paced++;
@@ -538,11 +548,12 @@ static __always_inline int mr_tx_conn(struct xdp_md *ctx, struct mr_pump *pump, 
 	pp = bpf_map_lookup_elem(&mr_path, &index);
 	index = c->path_base + choice.source;
 	sp = bpf_map_lookup_elem(&mr_path, &index);
-	if (!pp || !sp)
+	e = mr_egress_of(&c->tx[choice.path]);
+	if (!pp || !sp || !e)
 		return MR_NOTHING;
 
 	bpf_spin_lock(&c->lock);
-	done = mr_tx_commit(c, pp, sp, &choice, fresh, now, tail, &k);
+	done = mr_tx_commit(c, pp, sp, &choice, fresh, now, tail, &k, pump, e);
 	bpf_spin_unlock(&c->lock);
 	if (done != MR_SENT) {
 		if (done == MR_AGAIN)

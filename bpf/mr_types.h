@@ -106,7 +106,7 @@ struct mr_tx_path {
 	__u8 one;        /* one repair may pass a closed window (set by ACK and timeout) */
 	__u16 sport;
 	__u8 acked_gen; /* newest generation that the peer has acknowledged */
-	__u8 pad;
+	__u8 egress;    /* of its interface, in mr_egress; control, before the connection opens */
 	/* 64: written by mr_rx when an ACK comes in */
 	__u64 last_ack_ns;
 	__u64 brake_ns;
@@ -271,11 +271,15 @@ struct mr_pump {
 	__u64 sent, idle; /* runs of mr_tx that emitted a packet; that found the ring empty */
 	__u64 paced_ns;   /* when the paced connection met last may go on */
 	__u64 now_ns;     /* the clock as read last, 0 after a pause: see mr_tx_now */
-	__u64 pad0[3];
+	__u64 held;       /* bit i: the ring of egress i is full enough, see mr_egress.h */
+	__u64 held_seen;  /* bits of held that were looked at in this round */
+	__u64 pad0;
 	/* producers */
 	__u32 tail, pad1[15];
 	/* the pump's thread sets, producers clear */
-	__u32 sleeping, pad2[15];
+	__u32 sleeping;
+	__u32 transient; /* failures of mr_tx's call that were waited out; the pump's thread */
+	__u32 pad2[14];
 	__u32 ready[MR_MAX_CONNS];
 	__u32 ring[MR_RING];
 };
@@ -368,6 +372,10 @@ struct mr_counters {
 	__u64 tx_error;     /* a frame could not be built */
 	__u64 bad_ready;    /* nonsense in the ready ring */
 	__u64 events_lost;  /* ring buffer mr_event was full; the next ACK tries again */
+	__u64 tx_held;      /* runs of mr_tx that found a transmit ring full enough */
+	/* the drivers, by the tracing programs */
+	__u64 tx_local_drop;  /* frames that a full transmit ring did not take */
+	__u64 ack_local_drop; /* ACKs, likewise */
 };
 
 #endif

@@ -66,6 +66,7 @@ func TestGoStructsHaveTheSizesAndOffsetsOfTheBPFObject(t *testing.T) {
 		{"mr_region", Region{}},
 		{"mr_pump", Pump{}},
 		{"mr_event", Event{}},
+		{"mr_egress", Egress{}},
 		{"mr_ctl", Ctl{}},
 		{"mr_counters", Counters{}},
 	} {
@@ -96,7 +97,7 @@ func TestMapsHoldTheStructsThatUserSpaceReadsThere(t *testing.T) {
 	spec := mustSpec(t)
 	for name, want := range map[string]uintptr{
 		"mr_conn": unsafe.Sizeof(Conn{}), "mr_path": unsafe.Sizeof(Path{}), "mr_req": unsafe.Sizeof(Reqs{}),
-		"mr_region": unsafe.Sizeof(Region{}), "mr_pump": unsafe.Sizeof(Pump{}), "mr_counter": unsafe.Sizeof(Counters{}),
+		"mr_region": unsafe.Sizeof(Region{}), "mr_pump": unsafe.Sizeof(Pump{}), "mr_counter": unsafe.Sizeof(Counters{}), "mr_egress": unsafe.Sizeof(Egress{}),
 	} {
 		m := spec.Maps[name]
 		if m == nil {

@@ -68,6 +68,7 @@ type Objects struct {
 	Rx, Tx, Control *ebpf.Program
 
 	Conn, Path, Req, QP, Region, Mem, Pump, Counter *ebpf.Map
+	EgressMap                                       *ebpf.Map // one entry a transmit ring, see Egress
 	Wake, Event                                     *ebpf.Map // ring buffers
 
 	Interfaces []Interface // in plane order
@@ -75,6 +76,7 @@ type Objects struct {
 	PinDir     string      // directory of the pinned maps
 	Netns      uint64      // inode of the network namespace
 	Port       uint16
+	Traced     bool // what the drivers drop is counted
 
 	MaxConns, PathPool, MaxRegions int
 
@@ -160,6 +162,9 @@ func Load(ctx context.Context, opts Options) (_ *Objects, err error) {
 		return nil, fmt.Errorf("load the device of %s: %w", o.Interfaces[0].Name, err)
 	}
 	if err := o.loadCollection(); err != nil {
+		return nil, err
+	}
+	if err := o.trace(); err != nil {
 		return nil, err
 	}
 	if err := o.park(nl); err != nil {
@@ -257,6 +262,7 @@ func (o *Objects) sizedSpec() (*ebpf.CollectionSpec, error) {
 		metaroceMapMrConn: o.MaxConns, metaroceMapMrReq: o.MaxConns, metaroceMapMrQp: o.MaxConns,
 		metaroceMapMrPath:   o.PathPool,
 		metaroceMapMrRegion: o.MaxRegions, metaroceMapMrMem: o.MaxRegions,
+		metaroceMapMrEgress: min(max(len(o.egresses()), 1), MaxEgresses),
 	} {
 		spec.Maps[name].MaxEntries = uint32(n)
 	}
@@ -291,7 +297,7 @@ func (o *Objects) loadCollection() error {
 	o.Rx, o.Tx, o.Control = objs.MrRx, objs.MrTx, objs.MrCtl
 	o.Conn, o.Path, o.Req, o.QP = objs.MrConn, objs.MrPath, objs.MrReq, objs.MrQp
 	o.Region, o.Mem, o.Pump, o.Counter = objs.MrRegion, objs.MrMem, objs.MrPump, objs.MrCounter
-	o.Wake, o.Event = objs.MrWake, objs.MrEvent
+	o.EgressMap, o.Wake, o.Event = objs.MrEgress, objs.MrWake, objs.MrEvent
 	return nil
 }
 

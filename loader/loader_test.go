@@ -339,7 +339,7 @@ func TestLoadAttachesNativelyAndPinsEveryStateMapByName(t *testing.T) {
 		for _, e := range entries {
 			names = append(names, e.Name())
 		}
-		all := []string{"mr_conn", "mr_counter", "mr_mem", "mr_path", "mr_pump", "mr_qp", "mr_region", "mr_req"}
+		all := []string{"mr_conn", "mr_counter", "mr_egress", "mr_mem", "mr_path", "mr_pump", "mr_qp", "mr_region", "mr_req"}
 		if !slices.Equal(names, all) {
 			t.Errorf("%s has %v, want %v", dir, names, all)
 		}

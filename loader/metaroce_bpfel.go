@@ -132,6 +132,9 @@ type metaroceMrCounters struct {
 	TxError                uint64
 	BadReady               uint64
 	EventsLost             uint64
+	TxHeld                 uint64
+	TxLocalDrop            uint64
+	AckLocalDrop           uint64
 }
 
 type metaroceMrCtlFrame struct {
@@ -178,6 +181,53 @@ type metaroceMrDesc struct {
 	Slot   uint16
 }
 
+type metaroceMrEgress struct {
+	_            structs.HostLayout
+	Ifindex      uint32
+	Traced       uint32
+	Pad0         [7]uint64
+	TxSent       uint64
+	TxLocalDrop  uint64
+	AckSent      uint64
+	AckLocalDrop uint64
+	Pad1         [4]uint64
+	HeardNs      uint64
+	ProvenNs     uint64
+	TurnNs       uint64
+	RttNs        uint32
+	RttNext      uint32
+	Pad2         [4]uint64
+	Active       uint32
+	Burst        uint32
+	Sent         uint32
+	Proven       uint32
+	Asked        uint32
+	Marked       uint32
+	Head         uint32
+	Tail         uint32
+	Level        uint64
+	Rate         uint64
+	AtNs         uint64
+	LastNs       uint64
+	CalmNs       uint64
+	Dropped      uint64
+	DropNs       uint64
+	LearnNs      uint64
+	GrowNs       uint64
+	Held         uint64
+	From         uint32
+	Fault        uint32
+	Best         uint64
+	FromNs       uint64
+	Pad3         [7]uint64
+	Marks        [64]struct {
+		_    structs.HostLayout
+		Ns   uint64
+		Sent uint32
+		Pad  uint32
+	}
+}
+
 type metaroceMrEventRecord struct {
 	_    structs.HostLayout
 	Slot uint32
@@ -218,20 +268,23 @@ const (
 )
 
 type metaroceMrPump struct {
-	_        structs.HostLayout
-	Head     uint32
-	Burst    uint32
-	Sent     uint64
-	Idle     uint64
-	PacedNs  uint64
-	NowNs    uint64
-	Pad0     [3]uint64
-	Tail     uint32
-	Pad1     [15]uint32
-	Sleeping uint32
-	Pad2     [15]uint32
-	Ready    [4096]uint32
-	Ring     [8192]uint32
+	_         structs.HostLayout
+	Head      uint32
+	Burst     uint32
+	Sent      uint64
+	Idle      uint64
+	PacedNs   uint64
+	NowNs     uint64
+	Held      uint64
+	HeldSeen  uint64
+	Pad0      uint64
+	Tail      uint32
+	Pad1      [15]uint32
+	Sleeping  uint32
+	Transient uint32
+	Pad2      [14]uint32
+	Ready     [4096]uint32
+	Ring      [8192]uint32
 }
 
 type metaroceMrQpage struct {
@@ -339,7 +392,7 @@ type metaroceMrTxPath struct {
 	One       uint8
 	Sport     uint16
 	AckedGen  uint8
-	Pad       uint8
+	Egress    uint8
 	LastAckNs uint64
 	BrakeNs   uint64
 	SrttNs    uint32
@@ -395,6 +448,7 @@ type metaroceMrZero struct {
 const (
 	metaroceMapMrConn          = "mr_conn"
 	metaroceMapMrCounter       = "mr_counter"
+	metaroceMapMrEgress        = "mr_egress"
 	metaroceMapMrEvent         = "mr_event"
 	metaroceMapMrMem           = "mr_mem"
 	metaroceMapMrPath          = "mr_path"
@@ -475,6 +529,7 @@ type metaroceProgramSpecs struct {
 type metaroceMapSpecs struct {
 	MrConn    *ebpf.MapSpec `ebpf:"mr_conn"`
 	MrCounter *ebpf.MapSpec `ebpf:"mr_counter"`
+	MrEgress  *ebpf.MapSpec `ebpf:"mr_egress"`
 	MrEvent   *ebpf.MapSpec `ebpf:"mr_event"`
 	MrMem     *ebpf.MapSpec `ebpf:"mr_mem"`
 	MrPath    *ebpf.MapSpec `ebpf:"mr_path"`
@@ -527,6 +582,7 @@ func (o *metaroceObjects) Close() error {
 type metaroceMaps struct {
 	MrConn    *ebpf.Map `ebpf:"mr_conn"`
 	MrCounter *ebpf.Map `ebpf:"mr_counter"`
+	MrEgress  *ebpf.Map `ebpf:"mr_egress"`
 	MrEvent   *ebpf.Map `ebpf:"mr_event"`
 	MrMem     *ebpf.Map `ebpf:"mr_mem"`
 	MrPath    *ebpf.Map `ebpf:"mr_path"`
@@ -542,6 +598,7 @@ func (m *metaroceMaps) Close() error {
 	return _MetaroceClose(
 		m.MrConn,
 		m.MrCounter,
+		m.MrEgress,
 		m.MrEvent,
 		m.MrMem,
 		m.MrPath,

@@ -21,7 +21,7 @@ func (o *Objects) stateMaps() map[string]*ebpf.Map {
 	return map[string]*ebpf.Map{
 		metaroceMapMrConn: o.Conn, metaroceMapMrPath: o.Path, metaroceMapMrReq: o.Req,
 		metaroceMapMrQp: o.QP, metaroceMapMrRegion: o.Region, metaroceMapMrMem: o.Mem,
-		metaroceMapMrPump: o.Pump, metaroceMapMrCounter: o.Counter,
+		metaroceMapMrPump: o.Pump, metaroceMapMrCounter: o.Counter, metaroceMapMrEgress: o.EgressMap,
 	}
 }
 

@@ -13,13 +13,13 @@ import (
 
 // State reads a device's registers. It changes nothing.
 type State struct {
-	conn, path, region, pump, counter *ebpf.Map
-	owned                             bool
+	conn, path, region, pump, counter, egress *ebpf.Map
+	owned                                     bool
 }
 
 // State reads the registers of this device. It ends with the device.
 func (o *Objects) State() *State {
-	return &State{conn: o.Conn, path: o.Path, region: o.Region, pump: o.Pump, counter: o.Counter}
+	return &State{conn: o.Conn, path: o.Path, region: o.Region, pump: o.Pump, counter: o.Counter, egress: o.EgressMap}
 }
 
 // OpenPinned opens the maps pinned in dir for reading, from any process that may.
@@ -27,7 +27,7 @@ func OpenPinned(dir string) (*State, error) {
 	s := &State{owned: true}
 	for name, m := range map[string]**ebpf.Map{
 		metaroceMapMrConn: &s.conn, metaroceMapMrPath: &s.path, metaroceMapMrRegion: &s.region,
-		metaroceMapMrPump: &s.pump, metaroceMapMrCounter: &s.counter,
+		metaroceMapMrPump: &s.pump, metaroceMapMrCounter: &s.counter, metaroceMapMrEgress: &s.egress,
 	} {
 		var err error
 		*m, err = ebpf.LoadPinnedMap(filepath.Join(dir, name), &ebpf.LoadPinOptions{ReadOnly: true})
@@ -45,6 +45,7 @@ func OpenPinned(dir string) (*State, error) {
 		{s.region, metaroceMapMrRegion, unsafe.Sizeof(Region{})},
 		{s.pump, metaroceMapMrPump, unsafe.Sizeof(Pump{})},
 		{s.counter, metaroceMapMrCounter, unsafe.Sizeof(Counters{})},
+		{s.egress, metaroceMapMrEgress, unsafe.Sizeof(Egress{})},
 	} {
 		// Pinned by a program of another version.
 		if uintptr(c.m.ValueSize()) != c.size {
@@ -61,7 +62,7 @@ func (s *State) Close() error {
 		return nil
 	}
 	var errs []error
-	for _, m := range []*ebpf.Map{s.conn, s.path, s.region, s.pump, s.counter} {
+	for _, m := range []*ebpf.Map{s.conn, s.path, s.region, s.pump, s.counter, s.egress} {
 		errs = append(errs, m.Close()) // Close takes nil
 	}
 	return errors.Join(errs...)
@@ -136,6 +137,21 @@ func (s *State) Pump() (*Pump, error) {
 		return nil, fmt.Errorf("read the pump: %w", err)
 	}
 	return &p, nil
+}
+
+// Egresses lists the transmit rings, by index.
+func (s *State) Egresses() ([]Egress, error) {
+	var used []Egress
+	for i := range s.egress.MaxEntries() {
+		var e Egress
+		if err := s.egress.Lookup(i, unsafe.Pointer(&e)); err != nil {
+			return nil, fmt.Errorf("read egress %d: %w", i, err)
+		}
+		if e.Ifindex != 0 {
+			used = append(used, e)
+		}
+	}
+	return used, nil
 }
 
 func ctlBytes(c *Ctl) []byte {

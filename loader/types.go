@@ -32,6 +32,8 @@ type (
 	Region = metaroceMrRegion
 	// Pump is the one entry of map mr_pump: a pump's ready ring.
 	Pump = metaroceMrPump
+	// Egress is the value of map mr_egress: one transmit ring, see bpf/mr_egress.h.
+	Egress = metaroceMrEgress
 	// Event is a record of the ring buffer mr_event.
 	Event = metaroceMrEventRecord
 	// Ctl is the frame that a run of mr_ctl gets.

@@ -18,6 +18,7 @@ type Status struct {
 	Connections []Connection `json:"connections"` // by slot
 	Regions     []Region     `json:"regions"`     // by index
 	Pump        Pump         `json:"pump"`
+	Rings       []Ring       `json:"transmit_rings"`
 	Counters    Counters     `json:"counters"`
 }
 
@@ -114,6 +115,22 @@ type Pump struct {
 	Sent     uint64 `json:"sent"`  // runs that emitted a packet
 	Idle     uint64 `json:"idle"`  // runs that found no connection ready
 	Ready    uint32 `json:"ready"` // connections that wait for their turn
+	// Transient is failed calls of the pump that were waited out: the kernel was short of memory.
+	Transient uint32 `json:"transient"`
+}
+
+// Ring is an interface's transmit ring: what its driver took of our frames, and what is held back.
+type Ring struct {
+	Interface    string `json:"interface"`
+	Ifindex      uint32 `json:"ifindex"`
+	Seen         bool   `json:"seen"` // false: the kernel has no BTF, so nothing is counted
+	Sent         uint64 `json:"tx_sent"`
+	LocalDrop    uint64 `json:"tx_local_drop"`
+	ACKSent      uint64 `json:"ack_sent"` // by XDP_TX, where the driver tells
+	ACKLocalDrop uint64 `json:"ack_local_drop"`
+	Limited      bool   `json:"limited"` // a drop was seen, or none can be
+	Burst        uint32 `json:"burst"`   // frames that the ring may hold, if limited
+	Held         uint64 `json:"held"`    // times that it held as many
 }
 
 // Source is where Collect reads a device's registers: a *loader.State.
@@ -123,6 +140,7 @@ type Source interface {
 	Path(i int) (*loader.Path, error)
 	Regions() ([]loader.Region, error)
 	Pump() (*loader.Pump, error)
+	Egresses() ([]loader.Egress, error)
 	Counters() (loader.Counters, error)
 }
 
@@ -158,13 +176,35 @@ func Collect(s Source, d loader.Device) (*Status, error) {
 	if err != nil {
 		return nil, fmt.Errorf("device %s: %w", d.Name, err)
 	}
-	st.Pump = Pump{Sleeping: p.Sleeping != 0, CPUs: d.Owner.PumpCPUs, Pinned: d.Owner.PumpCPU != nil, Sent: p.Sent, Idle: p.Idle, Ready: p.Tail - p.Head}
+	st.Pump = Pump{Sleeping: p.Sleeping != 0, CPUs: d.Owner.PumpCPUs, Pinned: d.Owner.PumpCPU != nil, Sent: p.Sent, Idle: p.Idle, Ready: p.Tail - p.Head, Transient: p.Transient}
+	rings, err := s.Egresses()
+	if err != nil {
+		return nil, fmt.Errorf("device %s: %w", d.Name, err)
+	}
+	st.Rings = newRings(d, rings)
 	counters, err := s.Counters()
 	if err != nil {
 		return nil, fmt.Errorf("device %s: %w", d.Name, err)
 	}
 	st.Counters = NewCounters(counters)
 	return st, nil
+}
+
+func newRings(d loader.Device, egresses []loader.Egress) []Ring {
+	rings := []Ring{}
+	for _, e := range egresses {
+		r := Ring{
+			Ifindex: e.Ifindex, Seen: e.Traced != 0, Sent: e.TxSent, LocalDrop: e.TxLocalDrop,
+			ACKSent: e.AckSent, ACKLocalDrop: e.AckLocalDrop, Limited: e.Active != 0, Burst: e.Burst, Held: e.Held,
+		}
+		for _, itf := range d.Owner.Interfaces {
+			if name, index := itf.Lower(); uint32(index) == e.Ifindex {
+				r.Interface = name
+			}
+		}
+		rings = append(rings, r)
+	}
+	return rings
 }
 
 func newDevice(d loader.Device) Device {

@@ -110,6 +110,7 @@ type fakeDevice struct {
 	paths   []loader.Path
 	regions []loader.Region
 	pump    loader.Pump
+	rings   []loader.Egress
 	counter loader.Counters
 	err     error
 }
@@ -117,6 +118,7 @@ type fakeDevice struct {
 func (f *fakeDevice) MaxConns() int                      { return len(f.conns) }
 func (f *fakeDevice) Conn(i int) (*loader.Conn, error)   { return &f.conns[i], f.err }
 func (f *fakeDevice) Regions() ([]loader.Region, error)  { return f.regions, nil }
+func (f *fakeDevice) Egresses() ([]loader.Egress, error) { return f.rings, nil }
 func (f *fakeDevice) Pump() (*loader.Pump, error)        { return &f.pump, nil }
 func (f *fakeDevice) Counters() (loader.Counters, error) { return f.counter, nil }
 func (f *fakeDevice) Path(i int) (*loader.Path, error)   { return &f.paths[i], nil }
@@ -140,6 +142,10 @@ func example() (*fakeDevice, loader.Device) {
 		regions: []loader.Region{
 			{Key: 3<<8 | 9, Pd: 1, Access: loader.AccessLocalWrite | loader.AccessRemoteWrite, Base: 0x10000, Len: 1 << 20},
 			{Key: 5<<8 | 1, Pd: 1, Len: 4096},
+		},
+		rings: []loader.Egress{
+			{Ifindex: 3, Traced: 1, TxSent: 990, TxLocalDrop: 10, AckSent: 9, Active: 1, Burst: 112, Held: 4},
+			{Ifindex: 5},
 		},
 		pump:    loader.Pump{Sleeping: 1, Sent: 1234, Idle: 5, Tail: 7, Head: 5},
 		counter: loader.Counters{SentPkts: 1000, Retransmits: 10, RcvdAcks: 130},

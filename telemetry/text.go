@@ -27,6 +27,9 @@ func (s *Status) WriteText(w io.Writer, all bool) error {
 	for i, itf := range d.Interfaces {
 		fmt.Fprintf(&b, "plane %d: %s, ifindex %d, MTU %d, driver %s, %s\n", i, itf.Name, itf.Index, itf.MTU, itf.Driver, itf.MAC)
 	}
+	for _, r := range s.Rings {
+		fmt.Fprintf(&b, "transmit ring of %s: %s\n", r.Interface, r.describe())
+	}
 	if len(s.Connections) > 0 {
 		b.WriteByte('\n')
 		s.writeConnections(&b)
@@ -51,6 +54,19 @@ func (s *Status) WriteText(w io.Writer, all bool) error {
 	_ = t.Flush()
 	_, err := w.Write(b.Bytes())
 	return err
+}
+
+// describe says what the driver took and dropped, or that nobody knows.
+func (r Ring) describe() string {
+	limit := "no limit"
+	if r.Limited {
+		limit = fmt.Sprintf("at most %d frames, held %d times", r.Burst, r.Held)
+	}
+	if !r.Seen {
+		return "local drops are not seen (the kernel has no BTF, or refused the tracing programs), " + limit
+	}
+	return fmt.Sprintf("%d sent, %d local drops, %d ACKs sent, %d ACK local drops, %s",
+		r.Sent, r.LocalDrop, r.ACKSent, r.ACKLocalDrop, limit)
 }
 
 func (s *Status) writeConnections(b *bytes.Buffer) {

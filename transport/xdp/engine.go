@@ -196,6 +196,7 @@ func Open(ctx context.Context, cfg Config) (_ *Engine, err error) {
 	e.bell = bell{words: e.pumpWords, wake: e.pump.wake}
 	e.pump.woken = e.nudge
 	e.pump.failed = e.fail
+	e.pump.patience = cfg.RetryTime
 	if e.events, err = ringbuf.NewReader(e.reg.Event); err != nil {
 		return nil, fmt.Errorf("read ring buffer %v: %w", e.reg.Event, err)
 	}

@@ -36,6 +36,9 @@ const (
 	// more before the pump sleeps although connections are ready.
 	lookRepeat = 64
 
+	// heldRepeat is the length of a call that begins with a transmit ring full enough.
+	heldRepeat = 256
+
 	// maxBatch is the most live frames a batch: a veth ring holds 256 frames and drops beyond.
 	maxBatch = 32
 
@@ -116,6 +119,10 @@ type pump struct {
 	woken  func()      // called when the pump has work again after a sleep
 	failed func(error) // called once when it cannot go on
 
+	runs     func(repeat, batch uint32) error // mr_tx, by the kernel
+	patience time.Duration                    // with failures that may pass
+	backoff  backoff
+
 	awake atomic.Bool
 	naps  atomic.Uint64
 	calls atomic.Uint64 // of mr_tx's system call
@@ -138,6 +145,11 @@ func newPump(prog *ebpf.Program, wake *ebpf.Map, words *loader.Pump, payload int
 		spin: int64(spin), clk: clk, log: log, wakeFD: wake.FD(), bell: -1, epoll: -1, done: make(chan struct{}),
 		woken: func() {}, failed: func(error) {},
 	}
+	p.runs = func(repeat, batch uint32) error {
+		_, err := p.prog.Run(&ebpf.RunOptions{Data: p.frame, Repeat: repeat, Flags: liveFrames, BatchSize: batch})
+		return err
+	}
+	p.patience = DefaultRetryTime
 	defer func() {
 		if err != nil {
 			p.release()
@@ -223,6 +235,10 @@ func (p *pump) run() {
 		o := outlook{now: now, lastSent: last, spin: p.spin, paced: int64(atomic.LoadUint64(&w.PacedNs)), ready: p.ready()}
 		d, sleep := o.nap()
 		if !sleep {
+			if atomic.LoadUint64(&w.Held) != 0 {
+				// A ring that does not drain waits for another thread's turn, perhaps on this CPU.
+				_, _, _ = unix.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0)
+			}
 			continue
 		}
 		slept, err := p.sleep(d, o.ready > 0)
@@ -241,6 +257,8 @@ func (p *pump) run() {
 // stream makes long ones worth it: each call begins with pages that the cache has not seen.
 func (p *pump) repeat() uint32 {
 	switch {
+	case atomic.LoadUint64(&p.words.Held) != 0:
+		return heldRepeat
 	case p.tempo.batch == p.tempo.max:
 		return 4 * pumpRepeat
 	case p.tempo.batch > 1:
@@ -252,10 +270,14 @@ func (p *pump) repeat() uint32 {
 // call runs mr_tx and says how many packets it sent. A run that a signal ended has run some.
 func (p *pump) call(repeat, batch uint32) (sent uint64, err error) {
 	before := atomic.LoadUint64(&p.words.Sent)
-	_, err = p.prog.Run(&ebpf.RunOptions{Data: p.frame, Repeat: repeat, Flags: liveFrames, BatchSize: batch})
+	err = p.runs(repeat, batch)
 	if err != nil && !errors.Is(err, unix.EINTR) {
-		return 0, fmt.Errorf("pump: run mr_tx (%d times, batch %d): %w", repeat, batch, err)
+		if err = p.waitOut(err); err != nil {
+			return 0, fmt.Errorf("pump: run mr_tx (%d times, batch %d): %w", repeat, batch, err)
+		}
+		return atomic.LoadUint64(&p.words.Sent) - before, nil
 	}
+	p.backoff.succeed()
 	p.calls.Add(1)
 	return atomic.LoadUint64(&p.words.Sent) - before, nil
 }
