@@ -12,7 +12,8 @@
  *    long as an ACK can be on its way, two round trips: a ring whose ACKs stay out
  *    may have stopped, and a veth's does whenever its thread is not scheduled.
  * The level may reach `burst` frames. Rate and burst are learnt from drops; before the
- * first drop there is no limit and no cost.
+ * first drop none of this runs: mr_tx and mr_rx look at a bit of mr_pump.limited, which the
+ * tracing programs set, and the loader where they do not run.
  */
 #ifndef MR_EGRESS_H
 #define MR_EGRESS_H
@@ -29,7 +30,7 @@
 #define MR_HOLD_NS 20000         /* before a held egress is looked at again */
 #define MR_LEARN_NS 1000000      /* rates change at most this often */
 #define MR_DRAIN_NS 16000000ull  /* times are cut off at this */
-#define MR_SAMPLE 256            /* frames: a power of two */
+#define MR_BEST (1u << MR_LEVEL) /* frames a 1024 ns: the first guess of what leaves */
 #define MR_SILENCE_NS 10000000   /* without any ACK: some more may leave */
 #define MR_SURE_NS 1000000000ull /* without a drop: the rate grows fast again */
 #define MR_RTT_NS 50000000 /* the least round trip is that of the last one or two such times */
@@ -112,7 +113,8 @@ static __always_inline void mr_core_egress_drain(struct mr_egress *e, __u64 now)
 
 	if (heard < e->calm_ns)
 		heard = e->calm_ns;
-	until = rtt ? heard + 2 * (__u64)rtt + MR_SLACK_NS : now;
+	/* before anything was heard only an ACK tells */
+	until = rtt ? heard + 2 * (__u64)rtt + MR_SLACK_NS : 0;
 	if (until > now)
 		until = now;
 	if (until > e->at_ns) {
@@ -140,7 +142,7 @@ static __always_inline void mr_core_egress_drain(struct mr_egress *e, __u64 now)
 	way = ((2 * (__u64)rtt + MR_SLACK_NS) * e->best) >> 10;
 	if (e->level > most)
 		e->level = most;
-	else if (rtt && e->level + way < most)
+	else if (e->level + way < most)
 		e->level = most - way;
 }
 
@@ -150,6 +152,7 @@ static __always_inline void mr_core_egress_begin(struct mr_egress *e, __u64 now)
 	e->active = 1;
 	e->burst = MR_BURST;
 	e->rate = MR_RATE_MAX;
+	e->best = MR_BEST;
 	e->proven = e->sent - MR_BURST; /* it may be full */
 	e->asked = e->sent;
 	e->from = e->proven;
@@ -241,17 +244,8 @@ static __always_inline int mr_core_egress_sent(struct mr_egress *e, __u64 now, _
 	__u32 gap;
 	int full;
 
-	if (!e->active) {
-		if (e->traced && !dropped) {
-			if (!(++e->sent & (MR_SAMPLE - 1))) {
-				e->best = ((__u64)MR_SAMPLE << MR_LEVEL) /
-					  ((now - e->learn_ns) >> 10 | 1);
-				e->learn_ns = now;
-			}
-			return 0;
-		}
+	if (!e->active)
 		mr_core_egress_begin(e, now);
-	}
 	if (e->proven_ns >= e->last_ns)
 		e->calm_ns = now; /* all before has left, so the ring is empty */
 	mr_core_egress_drain(e, now);

@@ -54,16 +54,28 @@ __attribute__((noinline)) __u32 mr_gate_shut(__u32 slot, __u64 now)
 	return shut;
 }
 
+/* The bucket of path p's egress, 0 while it has no limit. */
+static __always_inline struct mr_egress *mr_gate(const struct mr_pump *pump,
+						 const struct mr_tx_path *p)
+{
+	__u64 limited = MR_READ_ONCE(pump->limited);
+
+	if (!limited || !(limited >> (p->egress & (MR_EGRESSES - 1)) & 1))
+		return 0;
+	return mr_egress_of(p);
+}
+
 /* An ACK of path p came in that echoes ts. */
 static __always_inline void mr_gate_heard(const struct mr_tx_path *p, __u32 ts, __u64 now)
 {
-	struct mr_egress *e = mr_egress_of(p);
+	struct mr_pump *pump = mr_the_pump();
+	struct mr_egress *e = pump ? mr_gate(pump, p) : 0;
 
 	if (e)
 		mr_core_egress_heard(e, now, ts, p->min_rtt_ns);
 }
 
-/* A frame of path p leaves. */
+/* A frame leaves by e, the bucket of `egress`, or without any. */
 static __always_inline void mr_gate_sent(struct mr_pump *pump, struct mr_egress *e, __u32 egress,
 					 __u64 now, __u32 *ask)
 {

@@ -32,7 +32,7 @@ struct net_device {
 
 volatile const __u32 mr_netns; /* inode of the device's network namespace */
 
-/* The three maps are the device's: the loader puts them in the place of these. */
+/* These maps are the device's, but for mr_ifindex: the loader puts its own in their place. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(map_flags, BPF_F_MMAPABLE);
@@ -48,6 +48,14 @@ struct {
 	__type(value, struct mr_counters);
 } mr_counter SEC(".maps");
 
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct mr_pump);
+} mr_pump SEC(".maps");
+
 /* By ifindex: the index in mr_egress. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
@@ -56,7 +64,7 @@ struct {
 	__type(value, __u32);
 } mr_ifindex SEC(".maps");
 
-static __always_inline struct mr_egress *mr_ours(const struct net_device *dev)
+static __always_inline struct mr_egress *mr_ours(const struct net_device *dev, __u32 *egress)
 {
 	__u32 ifindex, *index;
 
@@ -64,7 +72,10 @@ static __always_inline struct mr_egress *mr_ours(const struct net_device *dev)
 		return 0;
 	ifindex = dev->ifindex;
 	index = bpf_map_lookup_elem(&mr_ifindex, &ifindex);
-	return index ? bpf_map_lookup_elem(&mr_egress, index) : 0;
+	if (!index)
+		return 0;
+	*egress = *index;
+	return bpf_map_lookup_elem(&mr_egress, egress);
 }
 
 /* xdp_devmap_xmit(from, to, sent, drops, err): frames that were redirected to an interface. */
@@ -72,10 +83,11 @@ SEC("tp_btf/xdp_devmap_xmit")
 int mr_devmap_xmit(__u64 *ctx)
 {
 	const struct net_device *to = (const void *)ctx[1];
-	struct mr_egress *e = mr_ours(to);
+	__u32 zero = 0, egress = 0;
+	struct mr_egress *e = mr_ours(to, &egress);
 	int sent = ctx[2], drops = ctx[3];
 	struct mr_counters *ctr;
-	__u32 zero = 0;
+	struct mr_pump *pump;
 
 	if (!e)
 		return 0;
@@ -87,6 +99,10 @@ int mr_devmap_xmit(__u64 *ctx)
 	ctr = bpf_map_lookup_elem(&mr_counter, &zero);
 	if (ctr)
 		ctr->tx_local_drop += drops;
+	/* from now on mr_tx counts what is in that ring */
+	pump = bpf_map_lookup_elem(&mr_pump, &zero);
+	if (pump)
+		__sync_fetch_and_or(&pump->limited, 1ull << (egress & (MR_EGRESSES - 1)));
 	return 0;
 }
 
@@ -95,10 +111,10 @@ SEC("tp_btf/xdp_bulk_tx")
 int mr_bulk_tx(__u64 *ctx)
 {
 	const struct net_device *dev = (const void *)ctx[0];
-	struct mr_egress *e = mr_ours(dev);
+	__u32 zero = 0, egress = 0;
+	struct mr_egress *e = mr_ours(dev, &egress);
 	int sent = ctx[1], drops = ctx[2];
 	struct mr_counters *ctr;
-	__u32 zero = 0;
 
 	if (!e)
 		return 0;

@@ -548,8 +548,8 @@ static __always_inline int mr_tx_conn(struct xdp_md *ctx, struct mr_pump *pump, 
 	pp = bpf_map_lookup_elem(&mr_path, &index);
 	index = c->path_base + choice.source;
 	sp = bpf_map_lookup_elem(&mr_path, &index);
-	e = mr_egress_of(&c->tx[choice.path]);
-	if (!pp || !sp || !e)
+	e = mr_gate(pump, &c->tx[choice.path]);
+	if (!pp || !sp)
 		return MR_NOTHING;
 
 	bpf_spin_lock(&c->lock);

@@ -279,7 +279,8 @@ struct mr_pump {
 	/* the pump's thread sets, producers clear */
 	__u32 sleeping;
 	__u32 transient; /* failures of mr_tx's call that were waited out; the pump's thread */
-	__u32 pad2[14];
+	__u64 limited;   /* bit i: a drop on egress i was seen, or none can be; see mr_egress.h */
+	__u32 pad2[12];
 	__u32 ready[MR_MAX_CONNS];
 	__u32 ring[MR_RING];
 };

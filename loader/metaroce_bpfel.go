@@ -282,7 +282,8 @@ type metaroceMrPump struct {
 	Pad1      [15]uint32
 	Sleeping  uint32
 	Transient uint32
-	Pad2      [14]uint32
+	Limited   uint64
+	Pad2      [12]uint32
 	Ready     [4096]uint32
 	Ring      [8192]uint32
 }

@@ -120,6 +120,27 @@ type mrtraceMrEgress struct {
 	}
 }
 
+type mrtraceMrPump struct {
+	_         structs.HostLayout
+	Head      uint32
+	Burst     uint32
+	Sent      uint64
+	Idle      uint64
+	PacedNs   uint64
+	NowNs     uint64
+	Held      uint64
+	HeldSeen  uint64
+	Pad0      uint64
+	Tail      uint32
+	Pad1      [15]uint32
+	Sleeping  uint32
+	Transient uint32
+	Limited   uint64
+	Pad2      [12]uint32
+	Ready     [4096]uint32
+	Ring      [8192]uint32
+}
+
 // Names of all BPF objects in the ELF.
 //
 // Used for safe lookups in a Collection or CollectionSpec.
@@ -127,6 +148,7 @@ const (
 	mrtraceMapMrCounter     = "mr_counter"
 	mrtraceMapMrEgress      = "mr_egress"
 	mrtraceMapMrIfindex     = "mr_ifindex"
+	mrtraceMapMrPump        = "mr_pump"
 	mrtraceProgMrBulkTx     = "mr_bulk_tx"
 	mrtraceProgMrDevmapXmit = "mr_devmap_xmit"
 	mrtraceVarMrNetns       = "mr_netns"
@@ -185,6 +207,7 @@ type mrtraceMapSpecs struct {
 	MrCounter *ebpf.MapSpec `ebpf:"mr_counter"`
 	MrEgress  *ebpf.MapSpec `ebpf:"mr_egress"`
 	MrIfindex *ebpf.MapSpec `ebpf:"mr_ifindex"`
+	MrPump    *ebpf.MapSpec `ebpf:"mr_pump"`
 }
 
 // mrtraceVariableSpecs contains global variables before they are loaded into the kernel.
@@ -217,6 +240,7 @@ type mrtraceMaps struct {
 	MrCounter *ebpf.Map `ebpf:"mr_counter"`
 	MrEgress  *ebpf.Map `ebpf:"mr_egress"`
 	MrIfindex *ebpf.Map `ebpf:"mr_ifindex"`
+	MrPump    *ebpf.Map `ebpf:"mr_pump"`
 }
 
 func (m *mrtraceMaps) Close() error {
@@ -224,6 +248,7 @@ func (m *mrtraceMaps) Close() error {
 		m.MrCounter,
 		m.MrEgress,
 		m.MrIfindex,
+		m.MrPump,
 	)
 }
 

@@ -5,6 +5,7 @@ package loader
 import (
 	"errors"
 	"fmt"
+	"math"
 	"os"
 
 	"github.com/cilium/ebpf"
@@ -16,7 +17,7 @@ import (
 const MaxEgresses = 64
 
 // kernelBTF is what the tracing programs need of the kernel, and without which drops are not seen.
-const kernelBTF = "/sys/kernel/btf/vmlinux"
+var kernelBTF = "/sys/kernel/btf/vmlinux"
 
 // egresses are the interfaces that packets leave by, by index in map mr_egress: each plane's, or
 // the parent of a VLAN interface, once.
@@ -55,6 +56,13 @@ func (o *Objects) fillEgresses() error {
 			return fmt.Errorf("write entry %d of mr_egress: %w", i, err)
 		}
 	}
+	if o.Traced {
+		return nil
+	}
+	// Nobody will see a drop, so every ring has a limit from the start.
+	if err := o.Pump.Put(uint32(0), &Pump{Limited: math.MaxUint64}); err != nil {
+		return fmt.Errorf("write mr_pump: %w", err)
+	}
 	return nil
 }
 
@@ -90,7 +98,7 @@ func (o *Objects) attachTracing() (err error) {
 	spec.Maps[mrtraceMapMrEgress].MaxEntries = o.EgressMap.MaxEntries()
 	var objs mrtraceObjects
 	err = spec.LoadAndAssign(&objs, &ebpf.CollectionOptions{MapReplacements: map[string]*ebpf.Map{
-		mrtraceMapMrEgress: o.EgressMap, mrtraceMapMrCounter: o.Counter,
+		mrtraceMapMrEgress: o.EgressMap, mrtraceMapMrCounter: o.Counter, mrtraceMapMrPump: o.Pump,
 	}})
 	if err != nil {
 		return loadError(err)

@@ -28,3 +28,22 @@ func TestDropsAreSeenWhereTheKernelHasBTF(t *testing.T) {
 		}
 	}
 }
+
+func TestWithoutKernelBTFEveryRingHasALimitFromTheStart(t *testing.T) {
+	inNetns(t)
+	real := kernelBTF
+	kernelBTF = t.TempDir() + "/absent"
+	t.Cleanup(func() { kernelBTF = real })
+	o := mustLoad(t, Options{Interfaces: []string{planeA}})
+	rings, err := o.State().Egresses()
+	if err != nil {
+		t.Fatal(err)
+	}
+	pump, err := o.State().Pump()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if o.Traced || len(rings) != 1 || rings[0].Traced != 0 || pump.Limited&1 == 0 {
+		t.Errorf("traced %v, rings %+v, limited %#x; want not traced, one ring, and its bit set", o.Traced, rings, pump.Limited)
+	}
+}
