@@ -243,7 +243,7 @@ func (c *Conn) initial(p core.ConnParams, start core.Actions, up uint32) *loader
 		tx.Next, tx.Una, tx.First, tx.Heard, tx.Sport = c.psn, c.psn, c.psn, c.psn-1, path.Sport
 		tx.Cwnd = 1
 		tx.State = loader.PathSuspect // until a full-size packet has arrived
-		tx.Egress = uint8(c.e.reg.Egress(c.e.planes[path.Plane].out.ifindex))
+		tx.Egress = c.e.planes[path.Plane].ring
 		if up>>i&1 == 0 {
 			tx.State = loader.PathDown
 		}

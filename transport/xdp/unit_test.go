@@ -445,7 +445,7 @@ func TestClockIsTheKernelsMonotonicClock(t *testing.T) {
 }
 
 func TestInitialStateHasEveryPathAtTheAgreedSequence(t *testing.T) {
-	e := &Engine{cfg: Config{DSCP: 26}}
+	e := &Engine{cfg: Config{DSCP: 26}, planes: []*plane{{ring: 1}}}
 	c := &Conn{e: e, qpn: 0x123, token: 5, psn: math.MaxUint32, pd: 3, base: 16}
 	p := core.ConnParams{
 		Remote:  core.Endpoint{QPN: 0x456, Token: 6, InitialPSN: 0},
@@ -453,6 +453,9 @@ func TestInitialStateHasEveryPathAtTheAgreedSequence(t *testing.T) {
 		Paths: []core.PathParams{{Sport: 50001}, {Sport: 50002}},
 	}
 	w := c.initial(p, core.Actions{Sets: []core.PathSet{{Path: 1, Cwnd: 9, Pace: 100}}}, 0b01)
+	if w.Tx[1].Egress != 1 {
+		t.Errorf("path 1 leaves by ring %d, want its plane's, 1", w.Tx[1].Egress)
+	}
 	if w.State != loader.ConnFree {
 		t.Errorf("state %d, want %d until mr_ctl opens it", w.State, loader.ConnFree)
 	}
