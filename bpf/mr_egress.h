@@ -2,37 +2,39 @@
 /*
  * What one interface's transmit ring holds of ours, and how much it may: a
  * bucket of frames over all connections. Pure functions like those of mr_core.h.
+ * The reasons are in docs/adr/0004-transmit-rings.md.
  *
  * A driver drops what a full ring does not take. What is in flight says nothing
  * about the ring: on a long path almost all of it is in the network. So the ring's
  * level is estimated, from two sides:
  *  - A ring is first-in first-out. Once a packet that left at time t is
  *    acknowledged, nothing that left before t is in the ring. The ACK echoes t.
- *  - Between ACKs the ring is believed to drain at a rate. That holds only for as
- *    long as an ACK can be on its way, two round trips: a ring whose ACKs stay out
- *    may have stopped, and a veth's does whenever its thread is not scheduled.
- * The level may reach `burst` frames. Rate and burst are learnt from drops; before the
- * first drop none of this runs: mr_tx and mr_rx look at a bit of mr_pump.limited, which the
- * tracing programs set, and the loader where they do not run.
+ *  - Between ACKs the ring is believed to drain as fast as it was seen to, but no more of
+ *    it than two round trips bring: a ring whose ACKs stay out may have stopped, and a
+ *    veth's does whenever its thread is not scheduled.
+ * The level may reach `burst` frames. Before the first drop none of this runs: mr_tx and
+ * mr_rx look at a bit of mr_pump.limited, which the tracing programs set, and the loader
+ * where they do not run.
  */
 #ifndef MR_EGRESS_H
 #define MR_EGRESS_H
 
-#define MR_EGRESSES 64                /* bits of mr_pump.held; interfaces beyond share the last */
-#define MR_BURST 128                  /* frames: half of a veth's or a virtio_net's ring */
-#define MR_BURST_MIN 16               /* frames: what a driver gets at a time */
-#define MR_MARKS 64                   /* a power of two */
-#define MR_MARK_EVERY 8               /* frames at least */
-#define MR_LEVEL 16                   /* levels and rates are frames << 16 */
-#define MR_RATE_MAX (64u << MR_LEVEL) /* frames a 1024 ns: as good as no limit */
-#define MR_RATE_MIN (1u << MR_LEVEL >> 10)
+#define MR_EGRESSES 64           /* bits of mr_pump.held; interfaces beyond share the last */
+#define MR_BURST 128             /* frames at first: half of a veth's or a virtio_net's ring */
+#define MR_BURST_MIN 16          /* frames: what a driver gets at a time */
+#define MR_BURST_MAX 4096        /* frames: as long as transmit rings are */
+#define MR_BURST_EVERY 2048      /* frames without a drop, for a burst that is one frame larger */
+#define MR_MARKS 64              /* a power of two */
+#define MR_MARK_EVERY 8          /* frames at least */
+#define MR_LEVEL 16              /* levels and rates are frames << 16 */
+#define MR_DRAIN (1u << 16)      /* frames << 16 a 1024 ns: the first guess of how a ring drains */
+#define MR_DRAIN_MIN (1u << 6)   /* a thousand frames a second */
+#define MR_DRAIN_MAX (64u << 16) /* as good as no limit */
 #define MR_SLACK_NS 20000        /* the peer acknowledges some packets later */
 #define MR_HOLD_NS 20000         /* before a held egress is looked at again */
-#define MR_LEARN_NS 1000000      /* rates change at most this often */
-#define MR_DRAIN_NS 16000000ull  /* times are cut off at this */
-#define MR_BEST (1u << MR_LEVEL) /* frames a 1024 ns: the first guess of what leaves */
+#define MR_LEARN_NS 1000000      /* the least time to measure over */
+#define MR_PAUSE_NS 16000000ull  /* a longer time between two frames or ACKs measures nothing */
 #define MR_SILENCE_NS 10000000   /* without any ACK: some more may leave */
-#define MR_SURE_NS 1000000000ull /* without a drop: the rate grows fast again */
 #define MR_RTT_NS 50000000 /* the least round trip is that of the last one or two such times */
 
 /* All frames before number `sent` left before `ns`. */
@@ -52,30 +54,26 @@ struct mr_egress {
 	__u64 ack_sent, ack_local_drop; /* by XDP_TX */
 	__u64 pad1[4];
 	/* 128: mr_rx, any CPU; each word only guides */
-	__u64 heard_ns;         /* when the last ACK came in */
 	__u64 proven_ns;        /* what left before is in the ring no more */
 	__u64 turn_ns;          /* when rtt_next became rtt_ns */
 	__u32 rtt_ns, rtt_next; /* least round trip of the paths that are heard; 0: not known */
-	__u64 pad2[4];
+	__u64 pad2[5];
 	/* 192: mr_tx, so the pump alone */
 	__u32 active;         /* a drop was seen, or drops cannot be seen */
-	__u32 burst;          /* frames */
+	__u32 burst, grown;   /* frames; sent, when it last changed */
 	__u32 sent, proven;   /* frames ever; below that none is in the ring */
 	__u32 asked, marked;  /* sent, at the last asking; at the last mark */
 	__u32 head, tail;     /* of marks */
-	__u64 level, rate;    /* frames << 16; and a 1024 ns */
-	__u64 at_ns, last_ns; /* of level; of the last frame */
+	__u32 from;           /* proven, at from_ns, where the measurement of drain began */
+	__u64 from_ns, drain; /* frames << 16 a 1024 ns: how fast frames were seen to leave */
+	__u64 level;          /* frames << 16 */
 	/* 256 */
-	__u64 calm_ns;           /* when a frame went into a ring that was known to be empty */
-	__u64 dropped, drop_ns;  /* as seen last; when it grew last */
-	__u64 learn_ns, grow_ns; /* last change of the rate, of the burst */
-	__u64 held;              /* times that the ring was found full enough */
-	__u32 from, fault;       /* proven, at from_ns; dropped since learn_ns */
-	__u64 best;              /* frames << 16 a 1024 ns: the most that was seen to leave */
+	__u64 at_ns, last_ns;   /* of level; of the last frame */
+	__u64 dropped, drop_ns; /* as seen last; when it grew last */
+	__u64 held;             /* times that the ring was found full enough */
+	__u64 moved_ns;         /* when proven grew last */
+	__u64 pad3[2];
 	/* 320 */
-	__u64 from_ns; /* the ACK that the next measurement begins at */
-	__u64 pad3[7];
-	/* 384 */
 	struct mr_mark marks[MR_MARKS];
 };
 
@@ -90,7 +88,6 @@ static __always_inline void mr_core_egress_heard(struct mr_egress *e, __u64 now,
 
 	if ((__s32)age < 0)
 		return; /* from the future: not ours */
-	e->heard_ns = now;
 	if (e->proven_ns < now - age)
 		e->proven_ns = now - age;
 	if (now - e->turn_ns > MR_RTT_NS) {
@@ -104,28 +101,33 @@ static __always_inline void mr_core_egress_heard(struct mr_egress *e, __u64 now,
 		e->rtt_ns = min_rtt;
 }
 
+/*
+ * How fast the level sinks: a 32nd below what was seen right after a drop, then by and by
+ * faster, up to an eighth above it, or a ring that became faster were never found out.
+ */
+static __always_inline __u64 mr_core_egress_rate(const struct mr_egress *e, __u64 now)
+{
+	__u64 calm_ms = (now - e->drop_ns) >> 20;
+
+	if (calm_ms > 160)
+		calm_ms = 160;
+	return e->drain + e->drain * calm_ms / 1024 - e->drain / 32;
+}
+
 /* Brings the level up to date. */
 static __always_inline void mr_core_egress_drain(struct mr_egress *e, __u64 now)
 {
-	__u64 heard = e->heard_ns, proven_ns = e->proven_ns, until, gone, most, way;
-	__u32 rtt = e->rtt_ns;
+	__u64 proven_ns = e->proven_ns, gone, most, way;
 	int i;
 
-	if (heard < e->calm_ns)
-		heard = e->calm_ns;
-	/* before anything was heard only an ACK tells */
-	until = rtt ? heard + 2 * (__u64)rtt + MR_SLACK_NS : 0;
-	if (until > now)
-		until = now;
-	if (until > e->at_ns) {
-		gone = until - e->at_ns;
-		if (gone > MR_DRAIN_NS)
-			gone = MR_DRAIN_NS;
-		gone = gone * e->rate >> 10;
+	if (now > e->at_ns) {
+		gone = now - e->at_ns;
+		if (gone > MR_PAUSE_NS)
+			gone = MR_PAUSE_NS;
+		gone = gone * mr_core_egress_rate(e, now) >> 10;
 		e->level = e->level > gone ? e->level - gone : 0;
-	}
-	if (now > e->at_ns)
 		e->at_ns = now;
+	}
 	if (e->head - e->tail > MR_MARKS)
 		e->tail = e->head - MR_MARKS;
 	for (i = 0; i < 4; i++) {
@@ -133,13 +135,15 @@ static __always_inline void mr_core_egress_drain(struct mr_egress *e, __u64 now)
 
 		if (e->tail == e->head || m->ns > proven_ns)
 			break;
-		if ((__s32)(m->sent - e->proven) > 0)
+		if ((__s32)(m->sent - e->proven) > 0) {
 			e->proven = m->sent;
+			e->moved_ns = now;
+		}
 		e->tail++;
 	}
 	/* at most all that nothing is known of; at least what should have been heard of by now */
 	most = (__u64)(e->sent - e->proven) << MR_LEVEL;
-	way = ((2 * (__u64)rtt + MR_SLACK_NS) * e->best) >> 10;
+	way = ((2 * (__u64)e->rtt_ns + MR_SLACK_NS) * e->drain) >> 10;
 	if (e->level > most)
 		e->level = most;
 	else if (e->level + way < most)
@@ -151,86 +155,56 @@ static __always_inline void mr_core_egress_begin(struct mr_egress *e, __u64 now)
 {
 	e->active = 1;
 	e->burst = MR_BURST;
-	e->rate = MR_RATE_MAX;
-	e->best = MR_BEST;
+	e->drain = MR_DRAIN;
 	e->proven = e->sent - MR_BURST; /* it may be full */
 	e->asked = e->sent;
 	e->from = e->proven;
-	e->from_ns = 0;
+	e->from_ns = now;
+	e->grown = e->sent;
 	e->marked = e->sent - MR_MARK_EVERY;
 	e->tail = e->head;
 	e->level = 0;
 	e->at_ns = now;
-	e->learn_ns = now;
-	e->grow_ns = now;
 }
 
-/* How fast frames leave the ring: what was proven from one ACK to a later one. */
-static __always_inline void mr_core_egress_measure(struct mr_egress *e)
+/* How fast frames leave the ring: what ACKs proved to have left, over a time. */
+static __always_inline void mr_core_egress_measure(struct mr_egress *e, __u64 now)
 {
-	__u64 heard = e->heard_ns, dt = heard - e->from_ns, seen;
+	__u64 dt = e->moved_ns - e->from_ns, seen;
 
-	if (heard < e->from_ns + MR_LEARN_NS || e->proven == e->from)
+	if (e->moved_ns < e->from_ns + MR_LEARN_NS || e->proven == e->from)
 		return;
 	seen = ((__u64)(e->proven - e->from) << MR_LEVEL) / (dt >> 10);
 	e->from = e->proven;
-	e->from_ns = heard;
-	if (dt > MR_DRAIN_NS)
+	e->from_ns = e->moved_ns;
+	if (dt > MR_PAUSE_NS + 2 * (__u64)e->rtt_ns)
 		return; /* nothing was sent for a while */
-	if (seen > MR_RATE_MAX)
-		seen = MR_RATE_MAX;
-	if (e->best < seen)
-		e->best = seen;
-	else if (e->drop_ns + MR_DRAIN_NS > heard)
-		e->best -= (e->best - seen) / 8;
+	if (e->drain < seen)
+		e->drain = seen;
+	else if (now - e->drop_ns < MR_PAUSE_NS + 2 * (__u64)e->rtt_ns)
+		e->drain -= (e->drain - seen) / 8; /* it was full, so that is all that it gives */
+	if (e->drain > MR_DRAIN_MAX)
+		e->drain = MR_DRAIN_MAX;
+	if (e->drain < MR_DRAIN_MIN)
+		e->drain = MR_DRAIN_MIN;
 }
 
 /* Learns from what was dropped so far, `dropped` of all. */
 static __always_inline void mr_core_egress_learn(struct mr_egress *e, __u64 now, __u64 dropped)
 {
-	__u64 calm = now - e->drop_ns;
-	__u32 slow = 1024;
-
 	if (dropped != e->dropped) {
 		/* the ring was full a moment ago, whatever the estimate says */
+		e->level = (__u64)e->burst << MR_LEVEL;
+		if (now - e->drop_ns > MR_LEARN_NS) { /* else it is the same one */
+			e->burst -= e->burst / 8;
+			if (e->burst < MR_BURST_MIN)
+				e->burst = MR_BURST_MIN;
+		}
 		e->dropped = dropped;
 		e->drop_ns = now;
-		e->grow_ns = now;
-		e->fault = 1;
-		if (e->best && e->rate > e->best)
-			e->rate = e->best;
-		if (e->level < (__u64)e->burst << MR_LEVEL)
-			e->level = (__u64)e->burst << MR_LEVEL;
+		e->grown = e->sent;
 	}
-	mr_core_egress_measure(e);
-	if (now - e->learn_ns < MR_LEARN_NS)
-		return;
-	e->learn_ns = now;
-	if (e->fault) {
-		e->fault = 0;
-		e->rate -= e->rate / 16;
-		if (e->rate < MR_RATE_MIN)
-			e->rate = MR_RATE_MIN;
-		e->burst -= e->burst / 8;
-		if (e->burst < MR_BURST_MIN)
-			e->burst = MR_BURST_MIN;
-		return;
-	}
-	/* the rate matters only where a burst has drained before any ACK can tell of it */
-	if (e->rtt_ns * e->best >> (10 + MR_LEVEL) < e->burst)
-		slow = 4;
-	else if (calm > MR_SURE_NS)
-		slow = 16;
-	else if (calm > MR_SURE_NS / 8)
-		slow = 256;
-	e->rate += e->rate / slow + 1;
-	if (e->rate > MR_RATE_MAX)
-		e->rate = MR_RATE_MAX;
-	if (now - e->grow_ns > MR_DRAIN_NS) {
-		e->grow_ns = now;
-		if (e->burst < MR_BURST)
-			e->burst++;
-	}
+	mr_core_egress_measure(e, now);
 }
 
 /*
@@ -246,8 +220,6 @@ static __always_inline int mr_core_egress_sent(struct mr_egress *e, __u64 now, _
 
 	if (!e->active)
 		mr_core_egress_begin(e, now);
-	if (e->proven_ns >= e->last_ns)
-		e->calm_ns = now; /* all before has left, so the ring is empty */
 	mr_core_egress_drain(e, now);
 	mr_core_egress_learn(e, now, dropped);
 	e->last_ns = now;
@@ -269,6 +241,11 @@ static __always_inline int mr_core_egress_sent(struct mr_egress *e, __u64 now, _
 		e->held++;
 		e->asked = e->sent;
 		*ask = 1;
+		/* it had no room: perhaps the ring is longer; but only where drops are seen */
+		if (e->traced && e->burst < MR_BURST_MAX && e->sent - e->grown >= MR_BURST_EVERY) {
+			e->grown = e->sent;
+			e->burst++;
+		}
 		return 1;
 	}
 	/* paths share the ring, and each is acknowledged every 8th packet only */
@@ -282,28 +259,24 @@ static __always_inline int mr_core_egress_sent(struct mr_egress *e, __u64 now, _
 /* May a held egress go on? Not for each single frame that leaves, or batches would have one. */
 static __always_inline int mr_core_egress_open(struct mr_egress *e, __u64 now)
 {
-	__u64 quiet = MR_SILENCE_NS + 4 * (__u64)e->rtt_ns, heard = e->heard_ns;
+	__u64 room = e->burst - e->burst / 4;
 	__u32 open;
 
 	mr_core_egress_drain(e, now);
-	if (e->level <= (__u64)(e->burst - e->burst / 4) << MR_LEVEL)
+	if (e->level <= room << MR_LEVEL)
 		return 1;
-	if (heard < e->calm_ns)
-		heard = e->calm_ns;
-	if (heard < e->last_ns)
-		heard = e->last_ns;
-	if (now < heard + quiet)
+	if (now < e->last_ns + MR_SILENCE_NS + 4 * (__u64)e->rtt_ns)
 		return 0;
 	/*
 	 * Nothing is heard, so nothing will be proven: the network may be down, or it lost the lot.
 	 * A quarter of the burst asks again, and no more, as the ring may have stopped.
 	 */
-	open = e->sent - (e->burst - e->burst / 4);
+	open = e->sent - room;
 	if ((__s32)(open - e->proven) > 0) {
 		e->from += open - e->proven; /* which is not seen to drain */
 		e->proven = open;
 	}
-	e->level = (__u64)(e->burst - e->burst / 4) << MR_LEVEL;
+	e->level = room << MR_LEVEL;
 	return 1;
 }
 

@@ -191,35 +191,31 @@ type metaroceMrEgress struct {
 	AckSent      uint64
 	AckLocalDrop uint64
 	Pad1         [4]uint64
-	HeardNs      uint64
 	ProvenNs     uint64
 	TurnNs       uint64
 	RttNs        uint32
 	RttNext      uint32
-	Pad2         [4]uint64
+	Pad2         [5]uint64
 	Active       uint32
 	Burst        uint32
+	Grown        uint32
 	Sent         uint32
 	Proven       uint32
 	Asked        uint32
 	Marked       uint32
 	Head         uint32
 	Tail         uint32
+	From         uint32
+	FromNs       uint64
+	Drain        uint64
 	Level        uint64
-	Rate         uint64
 	AtNs         uint64
 	LastNs       uint64
-	CalmNs       uint64
 	Dropped      uint64
 	DropNs       uint64
-	LearnNs      uint64
-	GrowNs       uint64
 	Held         uint64
-	From         uint32
-	Fault        uint32
-	Best         uint64
-	FromNs       uint64
-	Pad3         [7]uint64
+	MovedNs      uint64
+	Pad3         [2]uint64
 	Marks        [64]struct {
 		_    structs.HostLayout
 		Ns   uint64

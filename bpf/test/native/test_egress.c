@@ -76,7 +76,7 @@ static void simulate(struct sim *s)
 	int held = 0;
 
 	head = tail = ack_head = ack_tail = 0;
-	e = (struct mr_egress){ .ifindex = 1, .traced = 1, .learn_ns = START };
+	e = (struct mr_egress){ .ifindex = 1, .traced = 1 };
 	for (now = START; now < START + s->run_ns; now += STEP) {
 		hear(s, now);
 		if (s->off_ns && (now - START) % (s->on_ns + s->off_ns) >= s->on_ns) {
@@ -144,23 +144,24 @@ static void an_echo_from_the_future_proves_nothing(void)
 {
 	a_drop_holds_at_once();
 	mr_core_egress_heard(&e, MS + 6000, MS + 7000, 5000);
-	assert(!e.proven_ns && !e.heard_ns);
+	assert(!e.proven_ns);
 	assert(!mr_core_egress_open(&e, MS + 6000));
 }
 
 static void silence_opens_for_a_part_of_the_burst_only(void)
 {
 	__u32 n = 0, ask = 0;
-	__u64 t = 2 * MS;
+	__u64 t = 2 * MS, end;
 
 	a_drop_holds_at_once();
 	while (!mr_core_egress_open(&e, t))
 		t += MS;
 	assert(t < 20 * MS);
-	while (!mr_core_egress_sent(&e, t, &ask))
-		n++;
-	assert(n > 0 && n <= e.burst / 4);
-	assert(!mr_core_egress_open(&e, t + MS));
+	for (end = t + MS; t < end; t += US)
+		while (mr_core_egress_open(&e, t) && !mr_core_egress_sent(&e, t, &ask))
+			n++;
+	/* and what two round trips of 5 us and the slack bring at the first guess */
+	assert(n > 0 && n <= e.burst / 4 + 30);
 }
 
 static void rates_and_bursts_stay_within_bounds_whatever_comes(void)
@@ -181,9 +182,8 @@ static void rates_and_bursts_stay_within_bounds_whatever_comes(void)
 		mr_core_egress_open(&e, now);
 		if (!e.active)
 			continue;
-		assert(e.burst >= MR_BURST_MIN && e.burst <= MR_BURST);
-		assert(e.rate >= MR_RATE_MIN && e.rate <= MR_RATE_MAX);
-		assert(e.best <= MR_RATE_MAX);
+		assert(e.burst >= MR_BURST_MIN && e.burst <= MR_BURST_MAX);
+		assert(e.drain >= MR_DRAIN_MIN && e.drain <= MR_DRAIN_MAX);
 		assert(e.sent - e.proven < 1u << 31);
 	}
 }
@@ -204,7 +204,7 @@ int main(void)
 	check("10 ms, slower ring",
 	      (struct sim){
 		      .gap_ns = 1000, .drain_ns = 2000, .rtt_ns = 10 * MS, .run_ns = 4000 * MS },
-	      0.95, 0.002);
+	      0.95, 0.001);
 	check("10 ms, pauses of 0.3 ms",
 	      (struct sim){ .gap_ns = 2000,
 			    .drain_ns = 500,
@@ -213,7 +213,7 @@ int main(void)
 			    .off_ns = 300 * US,
 			    .run_ns = 4000 * MS },
 	      0.95, 1);
-	/* no ACK can tell of a pause in time, so the rate falls to what the ring takes meanwhile */
+	/* no ACK can tell of a pause in time: the goodput is worth more than the drops */
 	check("10 ms, pauses of 1 ms",
 	      (struct sim){ .gap_ns = 2000,
 			    .drain_ns = 500,
@@ -221,7 +221,7 @@ int main(void)
 			    .on_ns = 10 * MS,
 			    .off_ns = MS,
 			    .run_ns = 4000 * MS },
-	      0.5, 0.001);
+	      0.95, 0.02);
 	check("5 us, slower ring",
 	      (struct sim){
 		      .gap_ns = 500, .drain_ns = 1000, .rtt_ns = 5 * US, .run_ns = 1000 * MS },
