@@ -78,6 +78,9 @@ type Objects struct {
 	Port       uint16
 	Traced     bool // what the drivers drop is counted
 
+	rings     []int     // ifindexes, by index in map mr_egress
+	ifindexes *ebpf.Map // mr_ifindex of the tracing programs; nil without them
+
 	MaxConns, PathPool, MaxRegions int
 
 	qpInner, memInner *ebpf.MapSpec

@@ -7,6 +7,9 @@ import (
 	"fmt"
 	"math"
 	"os"
+	"slices"
+	"sync/atomic"
+	"unsafe"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
@@ -24,30 +27,51 @@ var kernelBTF = "/sys/kernel/btf/vmlinux"
 func (o *Objects) egresses() []int {
 	var list []int
 	for _, itf := range o.Interfaces {
-		if _, index := itf.Lower(); o.egressIn(list, index) < 0 {
+		if _, index := itf.Lower(); !slices.Contains(list, index) {
 			list = append(list, index)
 		}
 	}
 	return list
 }
 
-func (o *Objects) egressIn(list []int, ifindex int) int {
-	for i, index := range list {
-		if index == ifindex {
-			return i
-		}
-	}
-	return -1
-}
-
 // Egress is the index in map mr_egress of the interface that packets leave by.
 func (o *Objects) Egress(ifindex int) int {
-	return min(max(o.egressIn(o.egresses(), ifindex), 0), MaxEgresses-1)
+	return min(max(slices.Index(o.rings, ifindex), 0), MaxEgresses-1)
+}
+
+// MoveEgress tells the transmit ring of interface `was` that the interface has returned as `now`: what
+// was learnt and counted stays. It is not safe for concurrent use, nor beside Egress.
+func (o *Objects) MoveEgress(was, now int) error {
+	i := slices.Index(o.rings, was)
+	if i < 0 {
+		return fmt.Errorf("transmit ring of ifindex %d: not one of %v", was, o.rings)
+	}
+	index := min(i, MaxEgresses-1)
+	if o.ifindexes != nil {
+		if err := o.ifindexes.Put(uint32(now), uint32(index)); err != nil {
+			return fmt.Errorf("write ifindex %d into mr_ifindex: %w", now, err)
+		}
+		if err := o.ifindexes.Delete(uint32(was)); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+			return fmt.Errorf("delete ifindex %d from mr_ifindex: %w", was, err)
+		}
+	}
+	o.rings[i] = now
+	if i != index {
+		return nil // it shares the last entry, which is another one's
+	}
+	// The entry's other words belong to others, so it cannot be written as a whole.
+	mem, err := Mmap(o.EgressMap)
+	if err != nil {
+		return err
+	}
+	entries := unsafe.Slice((*Egress)(unsafe.Pointer(&mem[0])), o.EgressMap.MaxEntries())
+	atomic.StoreUint32(&entries[index].Ifindex, uint32(now))
+	return Munmap(mem)
 }
 
 // fillEgresses writes which interface each entry of mr_egress belongs to.
 func (o *Objects) fillEgresses() error {
-	for i, ifindex := range o.egresses() {
+	for i, ifindex := range o.rings {
 		if i >= MaxEgresses {
 			break
 		}
@@ -76,6 +100,7 @@ func boolWord(b bool) uint32 {
 // trace attaches the programs that see what the drivers drop, which is a comfort: where the kernel
 // has no BTF, or refuses them for another reason, the device runs without and says so.
 func (o *Objects) trace() error {
+	o.rings = o.egresses()
 	err := o.attachTracing()
 	if err != nil {
 		o.log.Warn("what full transmit rings drop is not seen", "error", err)
@@ -106,6 +131,7 @@ func (o *Objects) attachTracing() (err error) {
 	undo := []func() error{objs.Close}
 	defer func() {
 		if err != nil {
+			o.ifindexes = nil
 			for _, f := range undo {
 				err = errors.Join(err, f())
 			}
@@ -115,11 +141,12 @@ func (o *Objects) attachTracing() (err error) {
 			o.onClose(f)
 		}
 	}()
-	for i, ifindex := range o.egresses() {
+	for i, ifindex := range o.rings {
 		if err := objs.MrIfindex.Put(uint32(ifindex), uint32(min(i, MaxEgresses-1))); err != nil {
 			return fmt.Errorf("write ifindex %d into mr_ifindex: %w", ifindex, err)
 		}
 	}
+	o.ifindexes = objs.MrIfindex
 	for _, p := range []*ebpf.Program{objs.MrDevmapXmit, objs.MrBulkTx} {
 		l, err := link.AttachTracing(link.TracingOptions{Program: p})
 		if err != nil {

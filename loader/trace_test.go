@@ -47,3 +47,31 @@ func TestWithoutKernelBTFEveryRingHasALimitFromTheStart(t *testing.T) {
 		t.Errorf("traced %v, rings %+v, limited %#x; want not traced, one ring, and its bit set", o.Traced, rings, pump.Limited)
 	}
 }
+
+func TestTransmitRingFollowsAnInterfaceThatReturns(t *testing.T) {
+	inNetns(t)
+	o := mustLoad(t, Options{Interfaces: []string{planeA, planeB}})
+	was, now := o.Interfaces[1].Index, 1<<20
+	if err := o.MoveEgress(was, now); err != nil {
+		t.Fatal(err)
+	}
+	rings, err := o.State().Egresses()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(rings) != 2 || rings[1].Ifindex != uint32(now) || rings[1].Traced != boolWord(o.Traced) || o.Egress(now) != 1 {
+		t.Errorf("rings %+v, Egress says %d; want ring 1 to have ifindex %d and nothing else changed", rings, o.Egress(now), now)
+	}
+	if o.Traced {
+		var index uint32
+		if err := o.ifindexes.Lookup(uint32(now), &index); err != nil || index != 1 {
+			t.Errorf("the tracing programs find ring %d (%v) for ifindex %d, want 1", index, err, now)
+		}
+		if err := o.ifindexes.Lookup(uint32(was), &index); err == nil {
+			t.Errorf("the tracing programs still find ring %d for ifindex %d", index, was)
+		}
+	}
+	if err := o.MoveEgress(was, now); err == nil {
+		t.Error("an interface that is none of the device's was moved")
+	}
+}
