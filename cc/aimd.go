@@ -80,6 +80,7 @@ type aimdPath struct {
 	// since the last change
 	sinceNs                  float64
 	pkts, ce, lost, timeouts uint32
+	ringLost                 uint32
 	bytes                    uint64
 }
 
@@ -142,11 +143,12 @@ func (p *aimdPath) add(dtNs float64, ps *PathSample) {
 	p.ce += ps.CE
 	p.lost += ps.Lost
 	p.timeouts += ps.Timeouts
+	p.ringLost += ps.RingLost
 	p.bytes += ps.DeliveredBytes
 }
 
 func (p *aimdPath) clear() {
-	p.sinceNs, p.pkts, p.ce, p.lost, p.timeouts, p.bytes = 0, 0, 0, 0, 0, 0
+	p.sinceNs, p.pkts, p.ce, p.lost, p.timeouts, p.ringLost, p.bytes = 0, 0, 0, 0, 0, 0, 0
 }
 
 // follow restarts a path that comes back: at half of what it had, or, where no
@@ -244,8 +246,22 @@ func (a *AIMD) update(p *aimdPath, active int) {
 		}
 	default:
 		p.calmNs += p.sinceNs
+		if p.ringLost > 0 {
+			a.yieldToRing(p, deliveredBps)
+			break
+		}
 		a.increase(p, used, active)
 	}
+}
+
+// yieldToRing brings the rate of a path whose packets found the transmit ring full to what the ring
+// lets out. That is no congestion: there is no cut, and slow start goes on with the next period. It
+// halves at most, as a path that was asked for little delivers little.
+func (a *AIMD) yieldToRing(p *aimdPath, deliveredBps float64) {
+	if p.unpaced {
+		return // there is no rate to lower; the ring's own limit holds
+	}
+	p.rate = max(min(p.rate, max(p.delivered, deliveredBps)), p.rate/2, float64(a.cfg.MinBps))
 }
 
 // cut lowers the rate to keep of what it was.

@@ -57,6 +57,10 @@ type PathSample struct {
 	// Lost is transmissions found missing; Timeouts how often the path went
 	// silent so long that all it had under way was given up.
 	Lost, Timeouts uint32
+	// RingLost is further transmissions, which the host's own full transmit ring dropped. They
+	// say nothing about the network. The engine holds back what the ring does not take, so no
+	// rate need fall for them; but none should stay above what the ring lets out.
+	RingLost uint32
 	// DeliveredBytes is frame bytes of Pkts.
 	DeliveredBytes uint64
 	// InFlight is packets sent and not yet resolved, now.

@@ -62,6 +62,7 @@ type Policy struct {
 	packetBytes int
 	cut         int // bytes of payload that messages are cut into
 	paths       []pathPolicy
+	rings       []ringPolicy // by plane
 	sample      cc.Sample
 	act         Actions
 	started     bool
@@ -103,6 +104,7 @@ type pathPolicy struct {
 	gaveUp     int // 1: this tick's growth of lost is our own doing
 	lostNs     int64
 	tolerance  uint8
+	gapNs      int64 // time between two packets, smoothed
 	frameBytes float64
 	sport      uint16
 }
@@ -174,6 +176,7 @@ func (p *Policy) Tick(nowNs int64, s *Snapshot, pumpRan bool) Actions {
 	dtNs := p.advance(nowNs)
 	waiting := s.waiting()
 	heard := false
+	p.gauge(dtNs, s)
 	for i := range p.paths {
 		if p.hear(i, &s.Paths[i], nowNs, dtNs) {
 			heard = true
@@ -185,7 +188,7 @@ func (p *Policy) Tick(nowNs int64, s *Snapshot, pumpRan bool) Actions {
 	// A peer that may be gone is asked as often as one that has data to take.
 	hurry := waiting || !s.anyActive()
 	for i := range p.paths {
-		p.watch(i, &s.Paths[i], s.ProbeOn>>i&1 != 0, hurry)
+		p.watch(i, &s.Paths[i], s.ProbeOn>>i&1 != 0, hurry, p.naturalQuietNs(i, s))
 		p.distrust(i, &s.Paths[i])
 		p.keepWithinReach(i, &s.Paths[i])
 	}
@@ -231,8 +234,8 @@ func (p *Policy) hear(i int, s *PathSnapshot, nowNs, dtNs int64) bool {
 }
 
 // watch runs the probe timer of path i. pending: the engine has not sent the
-// probe that was ordered yet.
-func (p *Policy) watch(i int, s *PathSnapshot, pending, hurry bool) {
+// probe that was ordered yet. naturalNs: see naturalQuietNs.
+func (p *Policy) watch(i int, s *PathSnapshot, pending, hurry bool, naturalNs int64) {
 	pp := &p.paths[i]
 	switch {
 	case s.State == PathDown:
@@ -257,7 +260,7 @@ func (p *Policy) watch(i int, s *PathSnapshot, pending, hurry bool) {
 		}
 	case s.State == PathSuspect && p.dueToAsk(pp, s, hurry):
 		p.probe(i, s, hurry)
-	case s.State == PathActive && s.outstanding() && p.clockNs-pp.quietNs >= quietLimit(p.packetBytes, s):
+	case s.State == PathActive && s.outstanding() && p.clockNs-pp.quietNs >= quietLimit(p.packetBytes, s, naturalNs):
 		p.probe(i, s, hurry)
 	}
 }
@@ -345,11 +348,11 @@ func (p *Policy) probeWait(i int, s *PathSnapshot, hurry bool) int64 {
 }
 
 // quietLimit is how long a path with data under way may be silent: two round
-// trips, and the time in which pacing lets the packets out that the peer collects
-// for one ACK.
-func quietLimit(packetBytes int, s *PathSnapshot) int64 {
+// trips, and the time in which the packets get out that the peer collects for one
+// ACK: as pacing lets them, or as they were seen to, naturalNs.
+func quietLimit(packetBytes int, s *PathSnapshot, naturalNs int64) int64 {
 	pacedNs := int64(ackEvery*packetBytes) * int64(s.Pace) / 1024
-	return max(2*int64(s.SrttNs), minQuietNs+min(pacedNs, maxQuietNs))
+	return max(2*int64(s.SrttNs), minQuietNs+min(max(pacedNs, naturalNs), maxQuietNs))
 }
 
 // pick gives the next active path in turn, or -1. A path that is being asked
@@ -503,6 +506,7 @@ func sinceGen(now, last *PathSnapshot, count, before uint32) uint32 {
 
 // control runs congestion control and orders what differs from the map.
 func (p *Policy) control(nowNs int64, s *Snapshot) {
+	p.countRings(s)
 	for i := range s.Paths {
 		ps, pp := &s.Paths[i], &p.paths[i]
 		if n := ps.Sent - pp.last.Sent; n > 0 {
@@ -514,12 +518,14 @@ func (p *Policy) control(nowNs int64, s *Snapshot) {
 			lost = 0
 		}
 		pp.gaveUp = max(pp.gaveUp-1, 0)
+		local := p.rings[p.cfg.Params.Paths[i].Plane].explain(lost)
 		p.sample.Paths[i] = cc.PathSample{
 			Plane:          p.cfg.Params.Paths[i].Plane,
 			Usable:         ps.State == PathActive,
 			Pkts:           pkts,
 			CE:             sinceGen(ps, &pp.last, ps.PeerCe, pp.last.PeerCe),
-			Lost:           lost,
+			Lost:           lost - local,
+			RingLost:       local,
 			Timeouts:       pp.timeouts,
 			DeliveredBytes: uint64(float64(pkts) * pp.frameBytes),
 			InFlight:       ps.Next - ps.Una,

@@ -52,6 +52,7 @@ type Snapshot struct {
 	NakSyndrome      uint32
 	Fault, FaultPsn  uint32
 	Repairs, ProbeOn uint32 // masks of paths: repairs queued; a probe of either size wanted and not sent yet
+	Unasked          uint32 // mask of paths whose last packet did not ask for an ACK
 	Paths            []PathSnapshot
 }
 
@@ -71,6 +72,7 @@ type PathSnapshot struct {
 	Lost               uint32
 	Heard              uint32 // highest pseq of this generation that an ACK showed arrived
 	Proofs             uint32 // full-size packets that an ACK showed arrived while the path was not active
+	RingDrops          uint32 // dropped so far by the transmit ring that the path leaves by, of all connections
 	SentBytes          uint64
 	Sent, Retx, Probes uint32 // data packets, repairs among them, probes
 }

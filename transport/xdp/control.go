@@ -86,6 +86,9 @@ func (c *Conn) look(tail uint32) error {
 		return err
 	}
 	fillSnapshot(&c.snap, w, tail, len(c.params.Paths))
+	for i := range c.snap.Paths {
+		c.snap.Paths[i].RingDrops = c.e.ringDrops(w.Tx[i].Egress)
+	}
 	return nil
 }
 
@@ -93,7 +96,7 @@ func fillSnapshot(s *core.Snapshot, w *loader.Conn, tail uint32, paths int) {
 	*s = core.Snapshot{
 		State: core.ConnState(w.State), PsnNext: w.PsnNext, PsnCum: w.PsnCum, MsnNext: w.MsnNext, SqTail: tail,
 		Busy: w.Busy != 0, NoCredit: w.NoCredit != 0, Credit: w.Credit, Ordinal: w.Ordinal,
-		NakPsn: w.NakPsn, NakSyndrome: w.NakSyndrome, Fault: w.Fault, FaultPsn: w.FaultPsn, Repairs: w.Repairs, ProbeOn: w.Probe | w.ProbeFull | w.Held,
+		NakPsn: w.NakPsn, NakSyndrome: w.NakSyndrome, Fault: w.Fault, FaultPsn: w.FaultPsn, Repairs: w.Repairs, ProbeOn: w.Probe | w.ProbeFull | w.Held, Unasked: w.Unasked,
 		Paths: s.Paths[:0],
 	}
 	for i := range w.Tx[:paths] {

@@ -103,7 +103,8 @@ type Engine struct {
 	payload int
 
 	pumpWords *loader.Pump
-	pathWords []loader.Path // map mr_path
+	pathWords []loader.Path   // map mr_path
+	rings     []loader.Egress // transmit rings, mapped; by plane.ring
 	mapped    [][]byte
 	bell      bell
 	pump      *pump
@@ -221,7 +222,20 @@ func (e *Engine) mapRegisters() error {
 		return err
 	}
 	e.pathWords, e.mapped = unsafe.Slice(first, e.reg.PathPool), append(e.mapped, mem)
+	ring, mem, err := mapOne[loader.Egress](e.reg.EgressMap)
+	if err != nil {
+		return err
+	}
+	e.rings, e.mapped = unsafe.Slice(ring, e.reg.EgressMap.MaxEntries()), append(e.mapped, mem)
 	return nil
+}
+
+// ringDrops is how many frames transmit ring i has dropped, modulo 2^32.
+func (e *Engine) ringDrops(i uint8) uint32 {
+	if int(i) >= len(e.rings) {
+		return 0
+	}
+	return uint32(atomic.LoadUint64(&e.rings[i].TxLocalDrop))
 }
 
 // findPlanes reads each interface's address and MTU and settles the payload.
