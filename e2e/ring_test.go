@@ -18,7 +18,7 @@ import (
 
 // learning is how many frames the local drivers may drop besides the thousandth that a run may lose:
 // until the first drop nothing is held back, and each connection's windows are open when it starts.
-const learning = 256
+const learning = 64
 
 // egress is the host's only transmit ring.
 func (h *host) egress(t *testing.T) (e loader.Egress) {
