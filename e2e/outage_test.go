@@ -81,18 +81,12 @@ func TestMessagesAreCutToWhatFitsIfNoPathTakesMore(t *testing.T) {
 	l := newLab(t, lab.Config{Planes: 1})
 	h := openPair(t, l, transport.Config{})
 	setPlaneMTU(t, l, 1, 0, 1500)
-	conn := connect(t, h[0], h[1], hardlyAny)
+	conn := connect(t, h[0], h[1], learning)
 	d := newDirection(t, h[0], h[1], conn[0], conn[1], 1, mixed(1, pick[uint64](4<<20, 100<<10)))
 	exchange(t, d)
 	if got := h[0].register(t, conn[0]).Cut; got != 1024 {
 		t.Errorf("messages are cut into %d bytes, want 1024 with an MTU of 1500", got)
 	}
-<<<<<<< HEAD
-=======
-	if repairs, sent := repairsSince(t, h[0], loader.Counters{}); repairs > sent/1000+learning {
-		t.Errorf("%d repairs of %d packets, want hardly any", repairs, sent)
-	}
->>>>>>> b34d146 (docs, e2e: ADR 0004; messages are cut with 8 paths, too)
 }
 
 func TestConnectionThatCannotSendFullSizePacketsAnyMoreFailsAndNamesTheMTU(t *testing.T) {

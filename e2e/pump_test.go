@@ -109,10 +109,10 @@ func TestSeveralReceiveQueuesAndPumpsThatMigratePlaceEveryPacketOnce(t *testing.
 		// 3 % seen.
 		most mostRepairs
 	}{
-		{"no switch", lab.Config{Direct: true, Planes: 2, Queues: 2, Threaded: true}, 0, perCent(5 + untilRingsHoldBack)},
+		{"no switch", lab.Config{Direct: true, Planes: 2, Queues: 2, Threaded: true}, 0, perCent(5)},
 		{"receiving on the sender's CPU", lab.Config{Planes: 2, Queues: 2}, 0, hardlyAny},
-		{"a switch", lab.Config{Planes: 2, Queues: 2, Threaded: true}, 0, perCent(5 + untilRingsHoldBack)},
-		{"a switch that loses 1 %", lab.Config{Planes: 2, Queues: 2, Threaded: true}, 0.01, perCent(7 + untilRingsHoldBack)},
+		{"a switch", lab.Config{Planes: 2, Queues: 2, Threaded: true}, 0, perCent(5)},
+		{"a switch that loses 1 %", lab.Config{Planes: 2, Queues: 2, Threaded: true}, 0.01, perCent(7)},
 	}) {
 		t.Run(c.name, func(t *testing.T) {
 			l := newLab(t, c.cfg)

@@ -95,10 +95,6 @@ func lend(t *testing.T, l *lab.Lab, host int, link netlink.Link) {
 	})
 }
 
-// virtioRepairs is the most repairs over virtio_net, where nothing is lost but by the local ring of 256
-// frames. Without a bound on what goes into that ring 0 to 40 % were seen.
-var virtioRepairs = perCent(2 * untilRingsHoldBack)
-
 // inOnePiece fails if a host has got frames in several pieces.
 func inOnePiece(t *testing.T, h *host) {
 	t.Helper()
@@ -132,7 +128,7 @@ func TestVirtioInterfacesCarryEveryByte(t *testing.T) {
 			}
 			h := openPair(t, l, transport.Config{RetryTime: time.Minute})
 			renewBuffers(t, l)
-			conn := connect(t, h[0], h[1], virtioRepairs)
+			conn := connect(t, h[0], h[1], learning)
 			if got := conn[0].Info().Payload; got != c.payload {
 				t.Errorf("payload is %d bytes, want %d", got, c.payload)
 			}

@@ -118,6 +118,10 @@ func (o *Objects) attachAgain(nl *netlink.Handle, itf Interface, l netlink.Link)
 		return errors.Join(err, detach())
 	}
 	o.rxOn[name] = attachment{ifindex, detach}
+	if err := o.moveEgress(was.ifindex, ifindex); err != nil {
+		// The program is attached and sends: only what the ring drops is not seen.
+		o.log.Warn("what its transmit ring drops is not seen any more", "interface", name, "error", err)
+	}
 	// The former interface is gone, so that there is nothing left but the link's descriptor.
 	if err := was.detach(); err != nil {
 		o.log.Debug("detach from an interface that is gone", "interface", name, "error", err)

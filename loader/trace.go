@@ -39,9 +39,12 @@ func (o *Objects) Egress(ifindex int) int {
 	return min(max(slices.Index(o.rings, ifindex), 0), MaxEgresses-1)
 }
 
-// MoveEgress tells the transmit ring of interface `was` that the interface has returned as `now`: what
-// was learnt and counted stays. It is not safe for concurrent use, nor beside Egress.
-func (o *Objects) MoveEgress(was, now int) error {
+// moveEgress tells the transmit ring of interface `was` that the interface has returned as `now`: what
+// was learnt and counted stays. Not concurrently with itself, nor with Egress.
+func (o *Objects) moveEgress(was, now int) error {
+	if was == now {
+		return nil // only the program was attached again
+	}
 	i := slices.Index(o.rings, was)
 	if i < 0 {
 		return fmt.Errorf("transmit ring of ifindex %d: not one of %v", was, o.rings)

@@ -52,7 +52,7 @@ func TestTransmitRingFollowsAnInterfaceThatReturns(t *testing.T) {
 	inNetns(t)
 	o := mustLoad(t, Options{Interfaces: []string{planeA, planeB}})
 	was, now := o.Interfaces[1].Index, 1<<20
-	if err := o.MoveEgress(was, now); err != nil {
+	if err := o.moveEgress(was, now); err != nil {
 		t.Fatal(err)
 	}
 	rings, err := o.State().Egresses()
@@ -71,7 +71,7 @@ func TestTransmitRingFollowsAnInterfaceThatReturns(t *testing.T) {
 			t.Errorf("the tracing programs still find ring %d for ifindex %d", index, was)
 		}
 	}
-	if err := o.MoveEgress(was, now); err == nil {
+	if err := o.moveEgress(was, now); err == nil {
 		t.Error("an interface that is none of the device's was moved")
 	}
 }

@@ -248,15 +248,11 @@ func (e *Engine) findPlanes() error {
 			return fmt.Errorf("interface %s: %w", name, err)
 		}
 		a := link.Attrs()
-<<<<<<< HEAD
 		p := &plane{
 			name: name, ifindex: itf.Index, out: egressOf(itf, e.cfg.DSCP), lower: lowerName(itf),
 			mac: a.HardwareAddr, mtu: min(a.MTU, itf.MTU),
 		}
-=======
-		p := &plane{name: name, ifindex: a.Index, out: egressOf(itf, e.cfg.DSCP), mac: a.HardwareAddr, mtu: min(a.MTU, itf.MTU)}
 		p.ring = uint8(e.reg.Egress(p.out.ifindex))
->>>>>>> 0f1489c (xdp: a plane knows its transmit ring)
 		p.up.Store(carrier(a))
 		if len(p.mac) != 6 {
 			return fmt.Errorf("interface %s: link address %q, want an Ethernet address", name, p.mac)
