@@ -420,7 +420,10 @@ static __always_inline int mr_core_next_is_repair(const struct mr_tx_path *p)
 	return p->repair[slot / 64] >> (slot & 63) & 1;
 }
 
-/* Smoothed and least round trip; gain 1/8 (RFC 6298). */
+/*
+ * Smoothed and least round trip; gain 1/8 (RFC 6298). A queue can fill within one round trip. The
+ * probes' patience, four of these, must cover at once what was just seen (its variance does that in RFC 6298).
+ */
 static __always_inline void mr_core_rtt(struct mr_tx_path *p, __u32 rtt_ns)
 {
 	if ((__s32)rtt_ns < 0)
@@ -429,6 +432,8 @@ static __always_inline void mr_core_rtt(struct mr_tx_path *p, __u32 rtt_ns)
 		p->srtt_ns = rtt_ns;
 	else
 		p->srtt_ns += (__s32)(rtt_ns - p->srtt_ns) >> 3;
+	if (p->srtt_ns < rtt_ns / 4)
+		p->srtt_ns = rtt_ns / 4;
 	if (!p->min_rtt_ns || rtt_ns < p->min_rtt_ns)
 		p->min_rtt_ns = rtt_ns ? rtt_ns : 1;
 }

@@ -22,12 +22,18 @@ const (
 
 	probesToTimeout = 2 // unanswered probes that give up what is under way
 	probesToSuspect = 3
-	probesToReroll  = 8    // further ones before the first re-roll, twice as many before each later one
-	mostToReroll    = 512  // so that 64 generations outlast any outage that a retry time bridges
-	pseqsToReroll   = 2048 // transmissions without an answer: half of what a receiver takes (wire.md section 6)
-	rerollPause     = int64(time.Second)
+	// firstFlightNs is how long the first data may be unanswered: of the way's rate and queues nothing is known yet,
+	// and what all paths begin with fills a queue of 50 Mbit/s for 130 ms.
+	firstFlightNs  = int64(200 * time.Millisecond)
+	probesToReroll = 8    // further ones before the first re-roll, twice as many before each later one
+	mostToReroll   = 512  // so that 64 generations outlast any outage that a retry time bridges
+	pseqsToReroll  = 2048 // transmissions without an answer: half of what a receiver takes (wire.md section 6)
+	rerollPause    = int64(time.Second)
 
-	roundsToNarrow = 6  // rounds in which the short probe was answered and the full-size one was not
+	leastToNarrow = 6 // full-size probes that a path loses in a row, while what left behind them arrives
+	// probesToNarrow is as many, over all paths. The receive buffers that virtio_net made for an MTU of 9000 before
+	// it had a program cut such probes into pieces: a ring of 256, of which a probe uses up 3 and the short one 1.
+	probesToNarrow = 96
 	lossesToDoubt  = 32 // losses in a row on a path where no data arrives
 	minHoldNs      = int64(time.Millisecond)
 	maxHoldNs      = int64(500 * time.Millisecond)
@@ -75,6 +81,8 @@ type Policy struct {
 	retryNs         int64 // time without an answer, or with data outstanding and no progress
 	stuck           bool  // data was outstanding at the last tick
 	cum             uint32
+	counted         bool  // cum is known
+	flown           bool  // data was acknowledged
 	heardNs         int64 // clockNs when any path last heard the peer
 	keepaliveNs     int64 // clockNs of the last keepalive probe
 	keepaliveNow    bool
@@ -178,6 +186,9 @@ func (p *Policy) Tick(nowNs int64, s *Snapshot, pumpRan bool) Actions {
 	heard := false
 	p.gauge(dtNs, s)
 	for i := range p.paths {
+		if s.ProbeOn>>i&1 == 0 {
+			p.paths[i].proof.left(&s.Paths[i])
+		}
 		if p.hear(i, &s.Paths[i], nowNs, dtNs) {
 			heard = true
 		}
@@ -202,7 +213,8 @@ func (p *Policy) Tick(nowNs int64, s *Snapshot, pumpRan bool) Actions {
 	for i := range p.paths {
 		p.paths[i].last = s.Paths[i]
 	}
-	p.cum = s.PsnCum
+	p.flown = p.flown || p.counted && s.PsnCum != p.cum
+	p.cum, p.counted = s.PsnCum, true
 	p.act.NextNs = p.next(nowNs, s, waiting)
 	p.dueNs = p.act.NextNs
 	return p.act
@@ -227,7 +239,7 @@ func (p *Policy) hear(i int, s *PathSnapshot, nowNs, dtNs int64) bool {
 		return false
 	}
 	pp.quietNs = p.clockNs - min(max(nowNs-s.LastAckNs, 0), dtNs)
-	pp.proof.answered(s, &pp.last, pp.probing)
+	pp.proof.answered(s, &pp.last)
 	pp.probing, pp.unanswered = false, 0
 	pp.rerollAt = probesToSuspect + probesToReroll
 	return true
@@ -271,7 +283,9 @@ func (p *Policy) unanswered(i int, s *PathSnapshot, hurry bool) {
 	pp := &p.paths[i]
 	pp.probing = false
 	pp.unanswered++
+	patient := !p.flown && s.outstanding() && p.clockNs-pp.quietNs < firstFlightNs
 	switch {
+	case s.State == PathActive && patient:
 	case s.State == PathActive && pp.unanswered >= probesToSuspect:
 		p.suspect(i)
 	case s.State == PathActive && pp.unanswered == probesToTimeout && s.outstanding():
@@ -331,7 +345,7 @@ func (p *Policy) probe(i int, s *PathSnapshot, hurry bool) {
 	p.act.Probe |= 1 << i
 	if s.State == PathSuspect && pp.proof.reached {
 		p.act.Full |= 1 << i
-		pp.proof.asked = true
+		pp.proof.asked, pp.proof.ordered = true, true
 	}
 }
 

@@ -4,6 +4,7 @@ package core
 
 import (
 	"errors"
+	"fmt"
 	"net/netip"
 	"strings"
 	"testing"
@@ -31,6 +32,7 @@ type rig struct {
 	pump   bool   // sends what is ordered, and runs
 	full   uint32 // mask of paths: the probe that is ordered has a full-size one behind it
 	narrow bool   // full-size packets do not get through
+	stuck  bool   // what answers are probes: psn_cum stands still
 	probes []int
 	ticks  int
 	seen   Actions // everything since the last forget
@@ -52,6 +54,7 @@ func newRig(t testing.TB, paths int) *rig {
 	r.s.State = ConnOpen
 	r.s.PsnNext, r.s.PsnCum = 100, 100
 	r.p = NewPolicy(PolicyConfig{Params: params, Peer: "192.0.2.9:18515", Rand: testRand(1)})
+	r.p.flown = true
 	r.apply(r.p.Start(r.nowNs))
 	r.forget()
 	return r
@@ -75,7 +78,9 @@ func (r *rig) answer(i int) {
 	ps.Acks++
 	ps.LastAckNs = r.nowNs
 	ps.Una, ps.Heard = ps.Next, ps.Next-1
-	r.s.PsnCum = r.s.PsnNext
+	if !r.stuck {
+		r.s.PsnCum = r.s.PsnNext
+	}
 }
 
 // tick lets ns pass and calls the policy once.
@@ -90,9 +95,14 @@ func (r *rig) tick(ns int64) Actions {
 			r.s.Paths[i].Probes++
 			if r.up[i] {
 				r.answer(i)
-				if r.full>>i&1 != 0 && !r.narrow {
-					r.s.Paths[i].Proofs++
-				}
+			}
+			if r.full>>i&1 == 0 {
+				continue
+			}
+			r.s.Paths[i].Next++
+			if r.up[i] && !r.narrow {
+				r.answer(i)
+				r.s.Paths[i].Proofs++
 			}
 		}
 		r.s.ProbeOn, r.full = 0, 0
@@ -474,22 +484,80 @@ func TestMessagesAreCutSmallerIfFullSizePacketsFitNoPath(t *testing.T) {
 	}
 }
 
+func TestLateACKsOfDataDoNotSayThatFullSizeProbesAreLost(t *testing.T) {
+	r := newRig(t, probesToNarrow/leastToNarrow)
+	r.tick(ms)
+	r.up[0] = false // what leaves now stands in a slow queue, behind the data
+	r.send(0, 64)
+	ps := &r.s.Paths[0]
+	heard := ps.Heard
+	r.runUntil(sec, func() bool { return ps.State == PathSuspect })
+	for range 64 {
+		heard++
+		ps.Heard = heard
+		ps.Acks++
+		ps.LastAckNs = r.nowNs
+		r.tick(10 * ms)
+	}
+	if len(r.p.tooLong()) > 0 || r.p.cut != 3072 {
+		t.Errorf("paths %v are too narrow, cut %d; want none and 3072", r.p.tooLong(), r.p.cut)
+	}
+}
+
+func TestFullSizeProbesLostInOldReceiveBuffersAreNotTakenForAnMTU(t *testing.T) {
+	for _, paths := range []int{1, 2, 8, 32} {
+		t.Run(fmt.Sprintf("%d paths", paths), func(t *testing.T) {
+			r := newRig(t, paths)
+			for i := range paths {
+				r.s.Paths[i].State = PathSuspect
+			}
+			buffers := 256
+			for range 2000 {
+				for i := range paths {
+					if r.s.ProbeOn>>i&1 != 0 {
+						buffers -= 1 + 3*int(r.full>>i&1)
+					}
+				}
+				r.narrow = buffers > 0
+				r.tick(ms)
+			}
+			if n := len(r.p.tooLong()); n > 0 || r.p.cut != 3072 {
+				t.Errorf("%d paths too narrow, cut %d, want none and 3072", n, r.p.cut)
+			}
+		})
+	}
+}
+
+func TestFirstFlightMayTakeLongerThanProbesSay(t *testing.T) {
+	r := newRig(t, 2)
+	r.p.flown = false
+	r.tick(ms)
+	for i := range r.up {
+		r.up[i] = false
+		r.send(i, 32)
+	}
+	for range 150 {
+		r.tick(ms)
+	}
+	if len(r.seen.States) > 0 || len(r.seen.Timeouts) > 0 {
+		t.Fatalf("states %v, timeouts %v while the first data may stand in a queue", r.seen.States, r.seen.Timeouts)
+	}
+	for range 200 {
+		r.tick(ms)
+	}
+	if len(r.seen.States) != 2 {
+		t.Errorf("states %v after 350 ms of silence, want two suspect paths", r.seen.States)
+	}
+}
+
 func TestFailureNamesTheMTUWhenOnlyShortPacketsGetThrough(t *testing.T) {
 	r := newRig(t, 1)
 	r.s.Paths[0].State = PathSuspect
 	r.s.MsnNext, r.s.SqTail = 1, 1
 	r.s.PsnNext++
-	r.narrow = true
+	r.narrow, r.stuck = true, true
 	for range 2500 {
-		r.s.PsnCum = r.s.PsnNext - 1 // what answers are short probes
-		r.s.Paths[0].Heard = r.s.Paths[0].Next - 1
-		r.nowNs += ms
-		if r.s.ProbeOn != 0 {
-			r.s.ProbeOn = 0
-			r.s.Paths[0].Acks++
-			r.s.Paths[0].LastAckNs = r.nowNs
-		}
-		r.apply(r.p.Tick(r.nowNs, &r.s, true))
+		r.tick(ms)
 	}
 	if r.fails != 1 || !strings.Contains(r.seen.Fail.Error(), "IP packets of 3168 bytes do not get through on path 0") {
 		t.Errorf("%d failures, %v, want one that names the MTU", r.fails, r.seen.Fail)

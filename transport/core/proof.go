@@ -14,17 +14,33 @@ import (
 type proof struct {
 	reached bool // something was answered, so that the address is the peer's
 	asked   bool // a full-size probe was ordered
-	rounds  int  // in a row: the short probe was answered, the full-size one was not
+	ordered bool // one has not left yet
+	sent    bool // one has left, before pseq `behind` of generation gen
+	behind  uint32
+	gen     uint8
+	rounds  int  // in a row: the full-size probe was lost, and what left behind it arrived
 	narrow  bool // too many of these: full-size packets do not fit
 	proven  bool
 }
 
-// answered takes an ACK on the path. asked: a probe was under way.
-func (f *proof) answered(now, last *PathSnapshot, asked bool) {
+// left notes that the full-size probe that was ordered has left.
+func (f *proof) left(s *PathSnapshot) {
+	if f.ordered && !f.sent {
+		f.sent, f.behind, f.gen = true, s.Next, s.Gen
+	}
+	f.ordered = false
+}
+
+// answered takes an ACK on the path. A full-size probe is lost once something arrived that left behind it:
+// while nothing has, it may stand in a slow queue.
+func (f *proof) answered(now, last *PathSnapshot) {
 	switch {
 	case now.Proofs != last.Proofs:
-		*f = proof{reached: true, proven: true}
-	case now.State == PathSuspect && f.asked && asked:
+		*f = proof{proven: true}
+	case now.Gen != f.gen:
+		f.sent = false
+	case now.State == PathSuspect && f.sent && int32(now.Heard-f.behind) >= 0:
+		f.sent = false
 		f.rounds++
 	}
 	f.reached = true
@@ -79,7 +95,7 @@ func (p *Policy) narrow(s *Snapshot) {
 		if s.Paths[i].State == PathActive {
 			continue
 		}
-		if !f.narrow && f.rounds >= roundsToNarrow {
+		if !f.narrow && f.rounds >= p.roundsToNarrow() {
 			f.narrow = true
 			p.act.TooLong = append(p.act.TooLong, i)
 		}
@@ -103,6 +119,10 @@ func (p *Policy) narrow(s *Snapshot) {
 		return
 	}
 }
+
+// roundsToNarrow is how many full-size probes a path loses in a row before it is too narrow: fewer where
+// other paths lose them, too.
+func (p *Policy) roundsToNarrow() int { return max(leastToNarrow, probesToNarrow/len(p.paths)) }
 
 // dueToProve is when a suspect path is to be looked at again, on the policy's clock: soon while it
 // answers, for the next step may follow.

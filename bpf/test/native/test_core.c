@@ -353,6 +353,9 @@ static void round_trip_smooths_and_ignores_time_that_ran_backwards(void)
 	assert(p.srtt_ns == 8000 && p.min_rtt_ns == 1000);
 	mr_core_rtt(&p, 0x80000001);
 	assert(p.srtt_ns == 8000);
+	/* a queue that fills at once: a quarter of what was seen */
+	mr_core_rtt(&p, 80000);
+	assert(p.srtt_ns == 20000);
 }
 
 int main(void)
