@@ -3,6 +3,7 @@
 package xdp
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"log/slog"
@@ -245,8 +246,10 @@ func TestWhatWasLostFromASubscriptionIsReadAgain(t *testing.T) {
 func TestBrokenSubscriptionIsRenewed(t *testing.T) {
 	hosts := newHosts(t, 1)
 	r := newTestRouter(t, hosts[0], 0)
-	r.watch()
 	p := r.e.planes[0]
+	p.up.Store(false)
+	r.watch()
+	waitFor(t, "the first look", p.up.Load)
 	broken := map[*subscription]*os.File{}
 	r.mu.Lock()
 	for _, s := range r.subs {
@@ -254,7 +257,15 @@ func TestBrokenSubscriptionIsRenewed(t *testing.T) {
 		_ = s.file.Close()
 	}
 	r.mu.Unlock()
-	setLink(t, hosts[0], "p0", false) // nobody hears of it, for a second
+	// Nobody hears of it. Of carrier the kernel would tell once more within a second.
+	link, err := hosts[0].nl.LinkByName("p0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	mac := net.HardwareAddr{2, 0, 0, 0, 0, 0x77}
+	if err := hosts[0].nl.LinkSetHardwareAddr(link, mac); err != nil {
+		t.Fatal(err)
+	}
 	for s, file := range broken {
 		waitFor(t, "subscription to "+s.kind+" renewed", func() bool {
 			r.mu.Lock()
@@ -262,6 +273,12 @@ func TestBrokenSubscriptionIsRenewed(t *testing.T) {
 			return s.file != file
 		})
 	}
+	waitFor(t, "the new link address learnt", func() bool {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		return bytes.Equal(p.mac, mac)
+	})
+	setLink(t, hosts[0], "p0", false)
 	waitFor(t, "carrier lost", func() bool { return !p.up.Load() })
 	setLink(t, hosts[0], "p0", true)
 	waitFor(t, "carrier back", p.up.Load)
