@@ -134,7 +134,7 @@ type host struct {
 	pd    *transport.PD // of its memory and connections, in tests that are not about domains
 	dir   string        // of the device's pins
 
-	watched bool // by a test that states the most repairs
+	watchedBy *testing.T // which states the most repairs
 }
 
 // open opens a device on all planes unless cfg names interfaces. It is closed at the end of the test.

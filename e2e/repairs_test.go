@@ -48,14 +48,17 @@ func whatIsLost(t *testing.T, l *lab.Lab) mostRepairs {
 // watch bounds the repairs of a host's device from now to the end of the test.
 func (h *host) watch(t *testing.T, most mostRepairs) {
 	t.Helper()
-	h.watched = true
+	if h.watchedBy == t {
+		return // by its first connection
+	}
+	h.watchedBy = t
 	watchRepairs(t, h.index, h.dir, most)
 }
 
 // wantWatched fails if a device has sent data in a test that does not bound its repairs.
 func (h *host) wantWatched(t *testing.T) {
 	t.Helper()
-	if sent := h.counters(t).SentPkts; sent > 0 && !h.watched {
+	if sent := h.counters(t).SentPkts; sent > 0 && h.watchedBy == nil {
 		t.Errorf("host %d has sent %d packets, want a test that states the most repairs", h.index, sent)
 	}
 }
@@ -87,7 +90,9 @@ func watchRepairs(t *testing.T, index int, dir string, most mostRepairs) {
 		}
 		found, sent := after.Retransmits-before.Retransmits, after.SentPkts-before.SentPkts
 		want := most(sent)
-		t.Logf("host %d: %d repairs of %d packets sent, may be %d", index, found, sent, want)
+		t.Logf("host %d: %d repairs of %d packets sent, may be %d; %d local drops, %d timeouts, %d duplicates received",
+			index, found, sent, want, after.TxLocalDrop-before.TxLocalDrop, after.LocalAckTimeoutErr-before.LocalAckTimeoutErr,
+			after.DuplicateRequest-before.DuplicateRequest)
 		if found > want {
 			t.Errorf("host %d: %d repairs of %d packets sent, want at most %d", index, found, sent, want)
 		}
