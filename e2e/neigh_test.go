@@ -184,7 +184,7 @@ func TestTransfersGoOnWhileTheKernelCallsTheNeighbourFailed(t *testing.T) {
 	l := newLab(t, lab.Config{Planes: 1})
 	resolveNeighbours(t, l)
 	h := openPair(t, l, transport.Config{RetryTime: time.Minute})
-	f, conn := startFlow(t, h, hardlyAny)
+	f, conn := startFlow(t, h, outage(8))
 	ignoreARP(t, l, 1, true)
 	setNeighbour(t, l, 0, 1, 0, unix.NUD_FAILED, nil)
 	for _, state := range []int{unix.NUD_INCOMPLETE, unix.NUD_FAILED} { // the kernel asks, and gives up
