@@ -35,6 +35,7 @@ func (c *command) done() string {
 }
 
 func TestCommandsBelowIPNetnsExecSeeAndAreSeen(t *testing.T) {
+	anyKernel(t)
 	bin := program(t)
 	l := newLab(t, lab.Config{Direct: true})
 	if out := inExec(t, l, 0, "stat", "-fc", "%T", "/sys/fs/bpf").done(); strings.TrimSpace(out) == "bpf_fs" {

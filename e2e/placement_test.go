@@ -27,6 +27,7 @@ func cpusOf(t *testing.T, tid int) string {
 }
 
 func TestPumpsArePinnedApartWhereInterfacesHaveSeveralQueues(t *testing.T) {
+	anyKernel(t)
 	if runtime.NumCPU() < 2 {
 		t.Skip("needs 2 CPUs")
 	}

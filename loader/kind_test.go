@@ -318,6 +318,9 @@ func tso(t *testing.T, name string) bool {
 }
 
 func TestFirstInterfaceIsAsItWasWhenTheSecondCannotBeAttached(t *testing.T) {
+	if testing.Short() {
+		t.Skip("short: does not depend on the kernel")
+	}
 	for _, c := range []struct {
 		name   string
 		second func(*testing.T, *netlink.Handle) string

@@ -132,6 +132,9 @@ func TestInterfaceThatReturnsIsUsedAgain(t *testing.T) {
 }
 
 func TestPumpIsPinnedWhenAnInterfaceReturnsWithSeveralQueues(t *testing.T) {
+	if testing.Short() {
+		t.Skip("short: does not depend on the kernel")
+	}
 	if runtime.NumCPU() < 2 {
 		t.Skip("needs 2 CPUs")
 	}
@@ -183,6 +186,9 @@ func (l *countingLog) count(what string) (n int) {
 
 // TestInterfaceThatCannotBeUsedIsTriedAgainAndSaidOnce has it return in a state that is refused first.
 func TestInterfaceThatCannotBeUsedIsTriedAgainAndSaidOnce(t *testing.T) {
+	if testing.Short() {
+		t.Skip("short: does not depend on the kernel")
+	}
 	pass, err := ebpf.NewProgram(&ebpf.ProgramSpec{
 		Name: "foreign", Type: ebpf.XDP, License: "GPL",
 		Instructions: asm.Instructions{asm.Mov.Imm(asm.R0, 2 /* XDP_PASS */), asm.Return()},
