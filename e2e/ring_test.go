@@ -111,7 +111,7 @@ func TestWholeRingsLoseAThousandthLocallyAtMost(t *testing.T) {
 		t.Run(fmt.Sprintf("%d queues, %d connections", c.queues, c.conns), func(t *testing.T) {
 			h := openPair(t, newLab(t, lab.Config{Direct: true, Threaded: true, Queues: c.queues}),
 				transport.Config{RetryTime: time.Minute})
-			rounds, bytes := pick(8, 1), pick[uint64](256<<20, 32<<20)
+			rounds, bytes := pick(3, 1), pick[uint64](256<<20, 32<<20)
 			took := fillRings(t, h, c.conns, rounds, bytes)
 			sent, ring := h[0].counters(t), h[0].egress(t)
 			t.Logf("%.2f Gbit/s; of %d packets %d local drops, %d repairs; %d probes, %d ACKs; held %d times, burst %d",
