@@ -221,7 +221,7 @@ func TestPeerOfAKilledProgramIsToldWithinASecondAndTheNextStartCleansUp(t *testi
 			}
 			// Neither retry time nor keepalive can be what tells the peer.
 			cfg := nodeConfig{size: 1 << 20, retry: time.Minute, keepalive: time.Minute}
-			p := startNodes(t, l, cfg, hardlyAny)
+			p := startNodes(t, l, cfg, outage(8))
 			dead, alive := p.n[c.dead], p.n[1-c.dead]
 			over := alive.ask(nodeMsg{Op: opDone})
 			var written <-chan nodeMsg
