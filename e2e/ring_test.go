@@ -117,7 +117,7 @@ func TestWholeRingsLoseAThousandthLocallyAtMost(t *testing.T) {
 			t.Logf("%.2f Gbit/s; of %d packets %d local drops, %d repairs; %d probes, %d ACKs; held %d times, burst %d",
 				float64(bytes)*float64(rounds)*8/float64(took), sent.SentPkts, sent.TxLocalDrop, sent.Retransmits,
 				sent.SentProbes, sent.RcvdAcks, ring.Held, ring.Burst)
-			if most := sent.SentPkts/1000 + 64; sent.TxLocalDrop > most {
+			if most := learning(sent.SentPkts); sent.TxLocalDrop > most {
 				t.Errorf("of %d packets %d were dropped by the local driver, want at most %d", sent.SentPkts, sent.TxLocalDrop, most)
 			}
 		})
