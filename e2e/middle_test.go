@@ -6,13 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"runtime"
 	"testing"
 	"time"
 
-	"github.com/cilium/ebpf"
-	"github.com/cilium/ebpf/asm"
-	"github.com/cilium/ebpf/link"
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
@@ -45,7 +41,13 @@ func middleAddr(host int, router bool) string {
 // that it ends with the test or its process, and its interfaces with it.
 func newMiddle(t *testing.T, l *lab.Lab) *middle {
 	t.Helper()
-	ns := newRouter(t)
+	ns := newNetNS(t)
+	err := inside(ns, func() error {
+		return os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1"), 0)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
 	nl, err := netlink.NewHandleAt(ns, unix.NETLINK_ROUTE)
 	if err != nil {
 		t.Fatal(err)
@@ -56,30 +58,6 @@ func newMiddle(t *testing.T, l *lab.Lab) *middle {
 		m.join(t, l, host)
 	}
 	return m
-}
-
-// newRouter makes the namespace, which forwards IPv4.
-func newRouter(t *testing.T) netns.NsHandle {
-	t.Helper()
-	type result struct {
-		ns  netns.NsHandle
-		err error
-	}
-	made := make(chan result)
-	go func() {
-		runtime.LockOSThread() // and never unlocked: the thread ends in the new namespace
-		ns, err := netns.New()
-		if err == nil {
-			err = os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1"), 0)
-		}
-		made <- result{ns, err}
-	}()
-	r := <-made
-	t.Cleanup(func() { r.ns.Close() })
-	if r.err != nil {
-		t.Fatalf("make a network namespace that forwards: %v", r.err)
-	}
-	return r.ns
 }
 
 // join makes the veth pair to a host.
@@ -105,7 +83,7 @@ func (m *middle) join(t *testing.T, l *lab.Lab, host int) {
 	if err := errors.Join(err, m.nl.AddrAdd(itf, addr), m.nl.LinkSetUp(itf)); err != nil {
 		t.Fatal(err)
 	}
-	m.passNatively(t, itf)
+	passNatively(t, m.ns, itf)
 	linkOf(t, l, host, "r0", func(nl *netlink.Handle, r0 netlink.Link) error {
 		addr, err := netlink.ParseAddr(middleAddr(host, false) + "/24")
 		if err := errors.Join(err, nl.AddrAdd(r0, addr), nl.LinkSetUp(r0)); err != nil {
@@ -122,45 +100,6 @@ func (m *middle) join(t *testing.T, l *lab.Lab, host int) {
 		}
 		return nl.RouteAdd(&netlink.Route{LinkIndex: r0.Attrs().Index, Dst: dst, Gw: gateway.IP})
 	})
-}
-
-// passNatively gives an interface of the middle a program that passes everything to the stack. veth
-// takes redirected frames only where the other end polls, as it does with a program; the frames become
-// the stack's packets there.
-func (m *middle) passNatively(t *testing.T, itf netlink.Link) {
-	t.Helper()
-	prog, err := ebpf.NewProgram(&ebpf.ProgramSpec{
-		Type: ebpf.XDP, License: "GPL",
-		Instructions: asm.Instructions{asm.Mov.Imm(asm.R0, 2 /* XDP_PASS */), asm.Return()},
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer prog.Close()
-	err = inside(m.ns, func() error {
-		x, err := link.AttachXDP(link.XDPOptions{Program: prog, Interface: itf.Attrs().Index, Flags: link.XDPDriverMode})
-		if err == nil {
-			t.Cleanup(func() { x.Close() })
-		}
-		return err
-	})
-	if err != nil {
-		t.Fatalf("attach to %s: %v", itf.Attrs().Name, err)
-	}
-}
-
-// inside runs f in a network namespace.
-func inside(ns netns.NsHandle, f func() error) error {
-	done := make(chan error)
-	go func() {
-		runtime.LockOSThread() // and never unlocked: the thread ends with the goroutine
-		err := netns.Set(ns)
-		if err == nil {
-			err = f()
-		}
-		done <- err
-	}()
-	return <-done
 }
 
 // middleHandle is the handle of the qdiscs that setQdisc makes: 1:0.

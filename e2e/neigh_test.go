@@ -8,13 +8,9 @@ import (
 	"net"
 	"net/netip"
 	"os"
-	"runtime"
 	"testing"
 	"time"
 
-	"github.com/cilium/ebpf"
-	"github.com/cilium/ebpf/asm"
-	"github.com/cilium/ebpf/link"
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
@@ -261,57 +257,8 @@ func throughBridge(t *testing.T, l *lab.Lab) *learner {
 		}
 		m.know(t, host, attrs.HardwareAddr)
 	}
-	takeRedirects(t, ns, m.ports[:])
+	passNatively(t, ns, m.ports[:]...)
 	return m
-}
-
-func newNetNS(t *testing.T) (ns netns.NsHandle) {
-	t.Helper()
-	made := make(chan error)
-	go func() {
-		runtime.LockOSThread() // and never unlocked: the thread ends with the goroutine
-		var err error
-		ns, err = netns.New()
-		made <- err
-	}()
-	if err := <-made; err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = ns.Close() })
-	return ns
-}
-
-// takeRedirects gives interfaces an XDP program that passes everything: veth takes redirected frames only
-// where one is.
-func takeRedirects(t *testing.T, ns netns.NsHandle, links []netlink.Link) {
-	t.Helper()
-	pass, err := ebpf.NewProgram(&ebpf.ProgramSpec{
-		Name: "pass", Type: ebpf.XDP, License: "GPL",
-		Instructions: asm.Instructions{asm.Mov.Imm(asm.R0, 2 /* XDP_PASS */), asm.Return()},
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = pass.Close() })
-	attached := make(chan error)
-	go func() {
-		runtime.LockOSThread()
-		err := netns.Set(ns)
-		for _, l := range links {
-			if err != nil {
-				break
-			}
-			var x link.Link
-			x, err = link.AttachXDP(link.XDPOptions{Program: pass, Interface: l.Attrs().Index, Flags: link.XDPDriverMode})
-			if err == nil {
-				t.Cleanup(func() { _ = x.Close() })
-			}
-		}
-		attached <- err
-	}()
-	if err := <-attached; err != nil {
-		t.Fatal(err)
-	}
 }
 
 func (m *learner) entry(host int, mac net.HardwareAddr) *netlink.Neigh {

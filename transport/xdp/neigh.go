@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"syscall"
 
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netlink/nl"
@@ -101,12 +100,20 @@ func (n *neighbours) get(ifindex int, a netip.Addr) (e entry, err error) {
 	if len(msgs) != 1 || len(msgs[0]) < unix.SizeofNdMsg {
 		return e, fmt.Errorf("ask the kernel for neighbour %v: %d answers, want 1", a, len(msgs))
 	}
-	found, err := netlink.NeighDeserialize(msgs[0])
-	if err != nil {
+	if e, err = parseEntry(msgs[0]); err != nil {
 		return e, fmt.Errorf("ask the kernel for neighbour %v: %w", a, err)
 	}
+	return e, nil
+}
+
+// parseEntry reads an RTM_NEWNEIGH message of at least its header's length.
+func parseEntry(msg []byte) (e entry, err error) {
+	found, err := netlink.NeighDeserialize(msg)
+	if err != nil {
+		return e, err
+	}
 	e.Neigh = *found
-	for attr, value := range attributes(msgs[0][unix.SizeofNdMsg:]) {
+	for attr, value := range attributes(msg[unix.SizeofNdMsg:]) {
 		if attr == netlink.NDA_PROTOCOL && len(value) == 1 {
 			e.protocol = value[0]
 		}
@@ -123,39 +130,18 @@ func (n *neighbours) marked(ifindex int) ([]netip.Addr, error) {
 	}
 	var out []netip.Addr
 	for _, m := range msgs {
-		a, ours, err := parseMarked(m, ifindex)
+		if len(m) < unix.SizeofNdMsg {
+			continue
+		}
+		e, err := parseEntry(m)
 		if err != nil {
 			return nil, fmt.Errorf("list neighbours: %w", err)
 		}
-		if ours {
-			out = append(out, a)
+		if a, ok := netip.AddrFromSlice(e.IP); ok && e.LinkIndex == ifindex && e.ours() {
+			out = append(out, a.Unmap())
 		}
 	}
 	return out, nil
-}
-
-func parseMarked(m []byte, ifindex int) (a netip.Addr, ours bool, err error) {
-	const ndmsgLen = 12 // struct ndmsg: family, padding, ifindex, state, flags, type
-	if len(m) < ndmsgLen || nl.NativeEndian().Uint32(m[4:]) != uint32(ifindex) {
-		return a, false, nil
-	}
-	var attrs []syscall.NetlinkRouteAttr
-	if attrs, err = nl.ParseRouteAttr(m[ndmsgLen:]); err != nil {
-		return a, false, err
-	}
-	var protocol uint8
-	var ext uint32
-	for _, attr := range attrs {
-		switch {
-		case attr.Attr.Type == netlink.NDA_DST:
-			a, _ = netip.AddrFromSlice(attr.Value)
-		case attr.Attr.Type == netlink.NDA_PROTOCOL && len(attr.Value) == 1:
-			protocol = attr.Value[0]
-		case attr.Attr.Type == netlink.NDA_FLAGS_EXT && len(attr.Value) == 4:
-			ext = nl.NativeEndian().Uint32(attr.Value)
-		}
-	}
-	return a, a.IsValid() && protocol == neighProtocol && ext&netlink.NTF_EXT_MANAGED != 0, nil
 }
 
 // forgetNeighbours lets those neighbours of an interface go that a process left managed which had it
